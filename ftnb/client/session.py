@@ -1,0 +1,312 @@
+"""A cluster as the notebook sees it: `Session.start()`, `session.train(...)`, `session.stop()`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from ftnb.client import container, launch
+from ftnb.client.names import check_syntax, pack
+from ftnb.client.options import Option, check_train_options
+from ftnb.client.run import ENDED, Run, WaitInterrupted
+from ftnb.client.source import cell_text
+from ftnb.errors import ClusterError, NoClusterError, RunError, UsageError
+from ftnb.wire import paths
+from ftnb.wire.client import ClientConnection
+
+if TYPE_CHECKING:
+    import ipyparallel
+
+START_OPTIONS = (
+    Option("num_ranks", int, None, "number of ranks (4, fewer where memory or cores are small)",
+           flag="--num-ranks", short="-n", minimum=1),
+    Option("name", str, "default", "name of the cluster", check=lambda _, value: paths.check_name(value)),
+    Option("profile", str, None, "IPython profile of the engines"),
+    Option("backend", str, "auto", "communication of the ranks", choices=("auto", "gloo", "nccl")),
+    Option("threads", int, None, "threads per rank (cores / ranks when left out)", minimum=1),
+    Option("linger_s", float, 60.0, "seconds that the cluster outlives its last notebook", flag="--linger",
+           minimum=0),
+    Option("keep", bool, False, "the cluster stays until it is stopped"),
+)  # fmt: skip
+
+# The sessions of this process, so that starting the same cluster twice gives the same session.
+_sessions: dict[str, Session] = {}
+_sessions_lock = threading.RLock()
+
+
+class Session:
+    """A connection to a cluster. Also a context manager, which stops the cluster at its end."""
+
+    def __init__(self, connection: ClientConnection, process: subprocess.Popen | None = None) -> None:
+        self._connection = connection
+        self._process = process
+        self._client: ipyparallel.Client | None = None
+        self._lock = threading.RLock()
+        self._stopped = False
+        self.hello = connection.request("hello")
+        self.name: str = self.hello["name"]
+        self.num_ranks: int = self.hello["num_ranks"]
+
+    # Start and end
+
+    @classmethod
+    def start(
+        cls,
+        num_ranks: int | None = None,
+        num_spares: int = 0,
+        name: str = "default",
+        profile: str | None = None,
+        engines: str = "local",
+        backend: str = "auto",
+        threads: int | None = None,
+        linger_s: float = 60.0,
+        keep: bool = False,
+        *,
+        progress: launch.Progress | None = None,
+        show: Callable[[str], None] = print,
+    ) -> Session:
+        """Start a cluster and return once every rank has answered (4 ranks, fewer in a small container).
+
+        `progress` is called with the cluster's status while it starts; `show` prints what there is to say.
+        """
+        given = {"num_ranks": num_ranks, "name": name, "profile": profile, "backend": backend,
+                 "threads": threads, "linger_s": linger_s, "keep": keep}  # fmt: skip
+        checked = {option.keyword: option.checked(given[option.keyword]) for option in START_OPTIONS}
+        _refuse_later(num_spares, engines)
+        with _sessions_lock:
+            existing = _living(checked["name"])
+            if existing is not None:
+                show(existing.already_runs(num_ranks))
+                return existing
+            if launch.running(name):
+                raise ClusterError(
+                    f"A cluster named {name!r} is running already, started from elsewhere. Use it with "
+                    f"%ft_cluster attach {name} (ftnb.Session.attach({name!r})), or start another one with "
+                    "%ft_cluster start --name NAME."
+                )
+            room = container.look()
+            if num_ranks is None:
+                checked["num_ranks"] = container.default_num_ranks(room)
+            else:
+                container.refuse_more_than_fit(room, num_ranks)
+            if threads is None:
+                checked["threads"] = container.default_threads(room, checked["num_ranks"])
+            connection, process = launch.start(launch.Plan(**checked), progress or _Printed(show))
+            return _register(cls(connection, process))
+
+    @classmethod
+    def attach(cls, name: str = "default") -> Session:
+        """Connect to a cluster that runs already, for instance after a restart of the kernel."""
+        paths.check_name(name)
+        with _sessions_lock:
+            return _living(name) or _register(cls(launch.attach(name)))
+
+    def stop(self) -> None:
+        """End the training, the ranks and the supervisor; returns when they are gone. Harmless twice."""
+        with self._lock:
+            if self._stopped:
+                return
+            if self._client is not None:
+                with contextlib.suppress(Exception):  # its sockets may have gone first
+                    self._client.close()
+                self._client = None
+            try:
+                self._connection.request("stop_cluster", timeout_s=launch.STOP_TIMEOUT_S)
+            except (ClusterError, NoClusterError):
+                if self._connection.supervisor_alive():
+                    raise
+            if not launch.wait_until_gone(self._connection, self._process):
+                raise ClusterError(
+                    f"The supervisor of cluster {self.name!r} (pid {self._connection.supervisor_pid}) has "
+                    f"stopped its ranks, but has not ended within {launch.STOP_TIMEOUT_S:.0f} s. Its log: "
+                    f"{paths.cluster_dir(self.name) / 'supervisor.log'}."
+                )
+            self._stopped = True
+            self._connection.close()
+        with _sessions_lock:
+            if _sessions.get(self.name) is self:
+                del _sessions[self.name]
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def __repr__(self) -> str:
+        return f"Session({self.name!r}, num_ranks={self.num_ranks})"
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a Session belongs to the notebook and cannot be sent elsewhere")
+
+    @property
+    def alive(self) -> bool:
+        return not self._stopped and self._connection.supervisor_alive()
+
+    def already_runs(self, wanted: int | None = None) -> str:
+        text = f"The cluster {self.name!r} runs already, with {self.num_ranks} ranks; this is the same one."
+        if wanted is not None and wanted != self.num_ranks:
+            text += f" For {wanted} ranks, stop it first (%ft_cluster stop) or give the new one a --name."
+        return text
+
+    # Questions
+
+    def request(self, op: str, timeout_s: float | None = 30.0, **args: Any) -> dict[str, Any]:
+        if self._stopped:
+            raise NoClusterError(
+                f"The cluster {self.name!r} has been stopped. Start one with %ft_cluster start "
+                "(ftnb.Session.start())."
+            )
+        return self._connection.request(op, timeout_s=timeout_s, **args)
+
+    def status(self) -> dict[str, Any]:
+        """The cluster's state as a plain dict, with one entry in `ranks` per rank."""
+        return self.request("status")
+
+    @property
+    def client(self) -> ipyparallel.Client:
+        """An `ipyparallel.Client` of the same ranks, connected on first use."""
+        with self._lock:
+            if self._client is None:
+                path = self.request("hello")["ipp_file"]
+                import ipyparallel
+
+                self._client = ipyparallel.Client(str(path))
+            return self._client
+
+    @property
+    def run(self) -> Run | None:
+        """The current or last run; None before the first one."""
+        try:
+            info = self.request("run_info", run=None)
+        except RunError:
+            return None
+        return Run(self, info["run"], info["directory"]) if info.get("run") else None
+
+    # Training
+
+    def train(
+        self,
+        cell: str | Callable[[], Any],
+        *,
+        names: dict[str, Any] | None = None,
+        show: Callable[[str], None] = print,
+        **options: Any,
+    ) -> Run:
+        """Run `cell` (text, or a function whose body is meant) on every rank and train what it defines.
+
+        Returns once all ranks have passed the checks; the training goes on in the background (`wait=True`
+        blocks until its end). `names` is where the cell's other names come from: the notebook's own.
+        """
+        options = check_train_options(options)
+        wait = options.pop("wait")
+        source, names = cell_text(cell, notebook_names() if names is None else names)
+        check_syntax(source)
+        if options["global_batch"] < self.num_ranks:
+            raise UsageError(
+                f"global_batch {options['global_batch']} is smaller than the number of ranks "
+                f"({self.num_ranks}): some would never get a sample. Use at least {self.num_ranks}."
+            )
+        self._refuse_second_run()
+        parcel = pack(source, names)
+        try:
+            result = self.request(
+                "train", timeout_s=None, cell=source, names=parcel.pickled, options=options,
+                cwd=os.getcwd(), sys_path=list(sys.path),
+            )  # fmt: skip
+        except KeyboardInterrupt:
+            raise self._interrupted() from None
+        for line in result_lines(result, self.num_ranks):
+            show(line)
+        run = Run(self, result["run"], result["directory"])
+        if wait:
+            run.wait()
+        return run
+
+    def _refuse_second_run(self) -> None:
+        """Before anything is packed and sent; the supervisor checks again."""
+        run = self.run
+        if run is not None and (state := run.state) not in ENDED:
+            raise RunError(
+                f"Run {run.name!r} is still {state} on this cluster. Wait for it (%ft_wait), end it "
+                "(%ft_stop), or start a second cluster (%ft_cluster start --name NAME)."
+            )
+
+    def _interrupted(self) -> WaitInterrupted:
+        """Ctrl-C while the ranks run the cell: nothing trains yet, so the attempt is called off."""
+        try:
+            run = self.run
+            if run is not None and run.state == "starting":
+                run.stop(save=False)
+                return WaitInterrupted(f"run {run.name!r} was called off before its training began.")
+            if run is not None and run.state not in ENDED:
+                return WaitInterrupted(f"run {run.name!r} has begun and goes on; end it with %ft_stop.")
+        except (ClusterError, NoClusterError, RunError) as error:
+            return WaitInterrupted(f"the training could not be called off: {error}")
+        return WaitInterrupted("the training had not begun.")
+
+
+def result_lines(result: dict[str, Any], num_ranks: int) -> Iterable[str]:
+    """What the ranks printed while they ran the cell, each text once, and the supervisor's notes."""
+    for ranks, text in result.get("output") or []:
+        everyone = len(ranks) == num_ranks and num_ranks > 1
+        who = "all ranks" if everyone else ("rank " if len(ranks) == 1 else "ranks ") + _numbers(ranks)
+        yield from (f"[{who}] {line}" for line in text.rstrip("\n").splitlines())
+    for note in result.get("notes") or []:
+        yield f"Note: {note}"
+
+
+def notebook_names() -> dict[str, Any]:
+    """The names of the notebook, or of the main script outside IPython."""
+    if "IPython" in sys.modules:
+        from IPython import get_ipython
+
+        if (shell := get_ipython()) is not None:
+            return shell.user_ns
+    return vars(sys.modules["__main__"])
+
+
+def _numbers(ranks: list[int]) -> str:
+    return ", ".join(str(rank) for rank in sorted(ranks))
+
+
+def _refuse_later(num_spares: int, engines: str) -> None:
+    if num_spares:
+        raise UsageError("Spares (--spares, num_spares) are not available yet. Leave them at 0.")
+    if engines != "local":
+        raise UsageError(f"--engines {engines}: only local engines are available yet.")
+
+
+def _living(name: str) -> Session | None:
+    session = _sessions.get(name)
+    if session is not None and not session.alive:
+        del _sessions[name]
+        return None
+    return session
+
+
+def _register(session: Session) -> Session:
+    _sessions[session.name] = session
+    return session
+
+
+class _Printed:
+    """Progress as a few plain lines, for scripts."""
+
+    def __init__(self, show: Callable[[str], None]) -> None:
+        self.show = show
+        self.answered = -1
+
+    def __call__(self, status: dict[str, Any]) -> None:
+        answered = sum(entry["state"] not in ("starting", "failed") for entry in status["ranks"])
+        if answered != self.answered:
+            self.answered = answered
+            self.show(
+                f"Starting the cluster: {answered} of {status['num_ranks']} ranks ready "
+                f"({status['elapsed_s']:.1f} s)"
+            )

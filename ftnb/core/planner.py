@@ -1,0 +1,759 @@
+"""What a run does next when ranks get ready, train, raise, die or are told to stop: a pure state machine.
+
+`step(now, state, event)` returns the next state and the actions that the supervisor carries out. It knows
+no sockets, processes or torch, and the time is passed in, so that thousands of failure sequences can be
+tried in a second (tests/core/test_planner.py).
+
+The life of one generation:
+
+    SendRegroup ──▶ every member tears its old group down and answers RankReady(committed step, what broke)
+        │           (the dead are fenced meanwhile)
+        ▼
+    SendGo(members, first step, who copies its state to whom) ──▶ RankFormed from every member ──▶ training
+
+Training in data parallel needs every member's input in every all-reduce, so the survivors of a failure are
+at most one step apart: the most advanced state wins, and only the step in flight is tried again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+# A failed collective is a symptom. Its cause (a death, an exception elsewhere) is nearly always known within
+# milliseconds; only when none turns up for this long is the group formed again with everybody.
+UNEXPLAINED_S = 1.0
+# Regroups in a row without a single committed step before the run gives up.
+MAX_FRUITLESS_REGROUPS = 4
+# How long a stop waits for the ranks to reach a step boundary before it takes them out of the step.
+STOP_PATIENCE_S = 5.0
+
+
+# --- events: what has happened -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a rank left a step. `cause`: "user" (their code raised) or "collective" (a peer did not answer)."""
+
+    cause: str
+    step: int
+    time: float
+    error: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Started:
+    members: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class RankDied:
+    rank: int
+    failure: str  # "kill", "exit", "crash", "unknown"
+    reason: str
+    fault_time: float  # when it was injected, else the last sign of life
+
+
+@dataclass(frozen=True)
+class RankFenced:
+    rank: int
+
+
+@dataclass(frozen=True)
+class StepFailed:
+    rank: int
+    generation: int
+    failure: Failure
+
+
+@dataclass(frozen=True)
+class RankReady:
+    rank: int
+    generation: int
+    committed: int
+    in_flight: int | None = None  # the step it was in when it had to leave
+    failure: Failure | None = None
+
+
+@dataclass(frozen=True)
+class RankFormed:
+    rank: int
+    generation: int
+    formed_at: float
+    restored_at: float
+
+
+@dataclass(frozen=True)
+class StepCommitted:
+    rank: int
+    generation: int
+    step: int
+    time: float
+
+
+@dataclass(frozen=True)
+class RankFinished:
+    rank: int
+    generation: int
+
+
+@dataclass(frozen=True)
+class HoldWanted:
+    """Pause or stop at the next step boundary. `max_step`: the highest step any rank is known to be in."""
+
+    why: str  # "pause" or "stop"
+    max_step: int
+
+
+@dataclass(frozen=True)
+class HoldAnswered:
+    rank: int
+    hold_id: int
+    accepted: bool
+    step: int
+
+
+@dataclass(frozen=True)
+class RankHeld:
+    rank: int
+    generation: int
+    step: int
+
+
+@dataclass(frozen=True)
+class Unpause:
+    pass
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """End the run now, whatever its ranks are doing."""
+
+    outcome: str  # "stopped" or "failed"
+    reason: str
+
+
+@dataclass(frozen=True)
+class Tick:
+    pass
+
+
+# --- actions: what to do -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Kill:
+    rank: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class SendRegroup:
+    generation: int
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SendGo:
+    generation: int
+    members: tuple[int, ...]
+    first_step: int
+    source: int | None  # copies its state to those in `behind`
+    behind: tuple[int, ...]
+    hold_after: int | None
+
+
+@dataclass(frozen=True)
+class SendHold:
+    ranks: tuple[int, ...]
+    hold_id: int
+    after_step: int
+
+
+@dataclass(frozen=True)
+class SendRelease:
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SendDrop:
+    """The run is over for these ranks (or goes on without them)."""
+
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Emit:
+    kind: str
+    reason: str
+    rank: int | None = None
+    step: int | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class CloseGeneration:
+    """No report of `generation` counts any more beyond `last_committed`."""
+
+    generation: int
+    last_committed: int
+
+
+@dataclass(frozen=True)
+class OpenGeneration:
+    generation: int
+    members: tuple[int, ...]
+    first_step: int
+
+
+@dataclass(frozen=True)
+class End:
+    state: str  # "finished", "stopped", "failed"
+    reason: str
+    error: Mapping[str, Any] | None = None
+
+
+Action = (
+    Kill
+    | SendRegroup
+    | SendGo
+    | SendHold
+    | SendRelease
+    | SendDrop
+    | Emit
+    | CloseGeneration
+    | OpenGeneration
+    | End
+)
+
+
+# --- state -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Incident:
+    """A failure from its first cause to the first step committed after it, with the time of each phase."""
+
+    ranks: tuple[int, ...]
+    fault_time: float
+    detected: float
+    fenced: float | None = None
+    formed: float | None = None
+    restored: float | None = None
+    lost_steps: int = 0
+
+
+@dataclass(frozen=True)
+class State:
+    total_steps: int
+    phase: str = "new"  # new, regrouping, forming, training, ended
+    generation: int = 0
+    alive: frozenset[int] = frozenset()  # ranks of this run that are neither dead nor left out
+    left_out: frozenset[int] = (
+        frozenset()
+    )  # raised; fenced by the generation until the step worked without them
+    unfenced: frozenset[int] = frozenset()  # dead, but the kill of what they started is not confirmed
+    members: tuple[int, ...] = ()
+    ready: Mapping[int, RankReady] = field(default_factory=dict)
+    formed: Mapping[int, RankFormed] = field(default_factory=dict)
+    finished: frozenset[int] = frozenset()
+    first_step: int = 1
+    committed: int = 0  # last step known to be in the weights of the most advanced member
+    trained: int = 0  # the generation that was told to train last
+    failed_step: tuple[int, int, str] | None = None  # (step, generation, what) that an exception or crash broke
+    unexplained_since: float | None = None
+    fruitless: int = 0
+    incident: Incident | None = None
+    # hold: pause or stop at a step boundary that all members agree on
+    hold_why: str | None = None
+    hold_id: int = 0
+    hold_after: int | None = None
+    hold_answers: Mapping[int, HoldAnswered] = field(default_factory=dict)
+    held: frozenset[int] = frozenset()
+    stop_since: float | None = None
+
+    @property
+    def paused(self) -> bool:
+        return self.phase == "training" and self.hold_why == "pause" and self.held >= set(self.members)
+
+
+def new(total_steps: int) -> State:
+    return State(total_steps=total_steps)
+
+
+def step(now: float, state: State, event: Any) -> tuple[State, list[Action]]:
+    """The next state and what to do. Events that come too late, from an old generation, change nothing."""
+    if state.phase == "ended":
+        return state, []
+    return _HANDLERS[type(event)](now, state, event)
+
+
+# --- handlers ----------------------------------------------------------------------------------------------
+
+
+def _started(now: float, state: State, event: Started) -> tuple[State, list[Action]]:
+    state = replace(state, alive=frozenset(event.members))
+    return _regroup(state)
+
+
+def _regroup(state: State) -> tuple[State, list[Action]]:
+    """Ask every living rank to leave its group; the next generation begins when all have answered."""
+    generation = state.generation + 1
+    state = replace(
+        state,
+        phase="regrouping",
+        generation=generation,
+        ready={},
+        formed={},
+        finished=frozenset(),
+        unexplained_since=None,
+        held=frozenset(),
+        hold_answers={},
+    )
+    return state, [SendRegroup(generation, tuple(sorted(state.alive | state.left_out)))]
+
+
+def _rank_died(now: float, state: State, event: RankDied) -> tuple[State, list[Action]]:
+    rank = event.rank
+    if rank not in state.alive | state.left_out:
+        return state, []
+    was_left_out = rank in state.left_out
+    state = replace(
+        state, alive=state.alive - {rank}, left_out=state.left_out - {rank}, unfenced=state.unfenced | {rank}
+    )
+    kill: list[Action] = [Kill(rank, "end whatever it had started")]
+    if was_left_out:
+        return state, kill  # already known as failed, and no member of the group
+    at_step = state.committed + 1 if state.phase == "training" else None
+    actions: list[Action] = [
+        Emit(
+            "rank_failed", f"Rank {rank} is gone: {event.reason}.", rank, at_step, {"failure": event.failure}
+        ),
+        *kill,
+    ]
+    state = _open_incident(now, state, (rank,), event.fault_time)
+    if not state.alive:
+        return _end(
+            state, actions, "failed", f"All ranks are lost; the last one was rank {rank}: {event.reason}."
+        )
+    if event.failure == "crash":
+        # Native code that crashes on the same data takes one rank after the other: stop before all are gone.
+        state, ended = _same_step_again(state, actions, state.committed + 1, (rank,), event.reason, None)
+        if ended:
+            return state, actions
+    survivors = len(state.alive)
+    actions.append(
+        Emit(
+            "regroup_started",
+            f"Generation {state.generation + 1}: {survivors} rank{'s' if survivors > 1 else ''} go on "
+            f"without rank {rank}.",
+            rank,
+        )
+    )
+    state, more = _regroup(state)
+    return state, actions + more
+
+
+def _rank_fenced(now: float, state: State, event: RankFenced) -> tuple[State, list[Action]]:
+    if event.rank not in state.unfenced:
+        return state, []
+    state = replace(state, unfenced=state.unfenced - {event.rank})
+    if state.incident and not state.unfenced:
+        state = replace(state, incident=replace(state.incident, fenced=now))
+    actions: list[Action] = [
+        Emit("rank_fenced", f"Rank {event.rank} and all it had started are gone for certain.", event.rank)
+    ]
+    state, more = _maybe_go(now, state)
+    return state, actions + more
+
+
+def _step_failed(now: float, state: State, event: StepFailed) -> tuple[State, list[Action]]:
+    if event.generation != state.generation or event.rank not in state.members:
+        return state, []
+    if event.failure.cause == "user":
+        state = _open_incident(now, state, (), event.failure.time)
+        state, actions = _regroup(state)
+        return state, [
+            Emit(
+                "rank_suspected",
+                f"Rank {event.rank} raised {_short(event.failure.error)} in step {event.failure.step}.",
+                event.rank,
+                event.failure.step,
+            ),
+            *actions,
+        ]
+    if state.unexplained_since is None:
+        state = replace(state, unexplained_since=now)
+    return state, []
+
+
+def _tick(now: float, state: State, event: Tick) -> tuple[State, list[Action]]:
+    if state.unexplained_since is not None and now - state.unexplained_since >= UNEXPLAINED_S:
+        state = _open_incident(now, state, (), state.unexplained_since)
+        reason = "A collective failed, yet no rank died or raised; all ranks connect again."
+        if state.fruitless >= MAX_FRUITLESS_REGROUPS:
+            actions: list[Action] = []
+            return _end(
+                state,
+                actions,
+                "failed",
+                f"The ranks could not form a working group in {MAX_FRUITLESS_REGROUPS} attempts in a row.",
+            )
+        state, more = _regroup(replace(state, fruitless=state.fruitless + 1))
+        return state, [Emit("regroup_started", reason), *more]
+    if state.stop_since is not None and now - state.stop_since >= STOP_PATIENCE_S:
+        actions = []
+        return _end(
+            state,
+            actions,
+            "stopped",
+            "Stopped on request; the step in flight took too long and was given up.",
+        )
+    return state, []
+
+
+def _rank_ready(now: float, state: State, event: RankReady) -> tuple[State, list[Action]]:
+    if state.phase != "regrouping" or event.generation != state.generation:
+        return state, []
+    if event.rank not in state.alive | state.left_out:
+        return state, []
+    state = replace(state, ready={**state.ready, event.rank: event})
+    return _maybe_go(now, state)
+
+
+def _maybe_go(now: float, state: State) -> tuple[State, list[Action]]:
+    """Begin the generation once every living rank has answered and every dead one is fenced."""
+    if state.phase != "regrouping" or state.unfenced or not state.alive <= set(state.ready):
+        return state, []
+    actions: list[Action] = []
+    raised = {
+        rank: ready.failure
+        for rank, ready in state.ready.items()
+        if rank in state.alive and ready.failure is not None and ready.failure.cause == "user"
+    }
+    if raised:
+        first = min(raised, key=lambda rank: raised[rank].time)
+        failure = raised[first]
+        error = {**failure.error, "rank": first, "step": failure.step, "ranks": sorted(raised)}
+        if set(raised) == state.alive:
+            everyone = "Every rank" if len(raised) > 1 else f"Rank {first}, the only one left,"
+            committed = max(state.ready[rank].committed for rank in state.alive)
+            return _end(
+                replace(state, committed=committed),
+                actions,
+                "failed",
+                f"{everyone} raised {_short(failure.error)} in step {failure.step}: a bug in the training code. "
+                "Nothing was killed; look at the ranks with %%px, mend the cell and run it again.",
+                error,
+            )
+        state, ended = _same_step_again(
+            state, actions, failure.step, tuple(sorted(raised)), f"raised {_short(failure.error)}", error
+        )
+        if ended:
+            return state, actions
+        for rank in sorted(raised):
+            actions.append(
+                Emit(
+                    "rank_failed",
+                    f"Rank {rank} raised {_short(raised[rank].error)}.",
+                    rank,
+                    raised[rank].step,
+                    {"failure": "exception"},
+                )
+            )
+            actions.append(
+                Emit(
+                    "rank_fenced",
+                    f"Rank {rank} is left out of generation {state.generation}; the step is tried without it.",
+                    rank,
+                )
+            )
+        survivors = len(state.alive) - len(raised)
+        actions.append(
+            Emit(
+                "regroup_started",
+                f"Generation {state.generation}: {survivors} rank{'s' if survivors > 1 else ''} try step "
+                f"{failure.step} again without {_ranks(raised)}.",
+            )
+        )
+        state = replace(state, alive=state.alive - set(raised), left_out=state.left_out | set(raised))
+        if state.incident:
+            incident = state.incident
+            state = replace(
+                state,
+                incident=replace(
+                    incident, ranks=tuple(sorted({*incident.ranks, *raised})), fenced=incident.fenced or now
+                ),
+            )
+    members = tuple(sorted(state.alive))
+    # A rank that is left out may have been a step ahead of all others: that step is done again without it.
+    committed = max(state.ready[rank].committed for rank in members)
+    first_step = committed + 1
+    behind = tuple(rank for rank in members if state.ready[rank].committed < committed)
+    source = next(rank for rank in members if state.ready[rank].committed == committed) if behind else None
+    if state.generation > 1:
+        actions.append(CloseGeneration(state.generation - 1, committed))
+    if state.incident:
+        repeated = any(state.ready[rank].in_flight == first_step for rank in members)
+        state = replace(
+            state, incident=replace(state.incident, lost_steps=max(state.incident.lost_steps, int(repeated)))
+        )
+    hold_after = committed if state.hold_why else None
+    state = replace(
+        state,
+        phase="forming",
+        members=members,
+        first_step=first_step,
+        committed=committed,
+        hold_after=hold_after,
+        trained=state.generation,
+    )
+    actions.append(OpenGeneration(state.generation, members, first_step))
+    actions.append(SendGo(state.generation, members, first_step, source, behind, hold_after))
+    return state, actions
+
+
+def _rank_formed(now: float, state: State, event: RankFormed) -> tuple[State, list[Action]]:
+    if state.phase != "forming" or event.generation != state.generation or event.rank not in state.members:
+        return state, []
+    state = replace(state, formed={**state.formed, event.rank: event})
+    if set(state.formed) < set(state.members):
+        return state, []
+    formed_at = max(f.formed_at for f in state.formed.values())
+    restored_at = max(f.restored_at for f in state.formed.values())
+    if state.incident:
+        state = replace(state, incident=replace(state.incident, formed=formed_at, restored=restored_at))
+    state = replace(state, phase="training")
+    actions: list[Action] = []
+    if state.generation > 1:
+        actions.append(
+            Emit(
+                "regrouped",
+                f"Generation {state.generation} stands: {len(state.members)} ranks, next step {state.first_step}.",
+                None,
+                state.first_step,
+                {"world_size": len(state.members), "members": list(state.members)},
+            )
+        )
+    if state.hold_why == "pause" and state.first_step > state.total_steps:
+        state = replace(state, hold_why=None)
+    return state, actions
+
+
+def _step_committed(now: float, state: State, event: StepCommitted) -> tuple[State, list[Action]]:
+    if (
+        event.generation != state.generation
+        or event.step <= state.committed
+        or event.rank not in state.members
+    ):
+        return state, []
+    state = replace(state, committed=event.step, fruitless=0)
+    actions: list[Action] = []
+    if state.left_out:
+        # The step worked without them, so the fault was theirs: now they are fenced for good.
+        actions += [Kill(rank, "its step has been committed without it") for rank in sorted(state.left_out)]
+        state = replace(state, left_out=frozenset())
+    if state.failed_step and event.step >= state.failed_step[0]:
+        state = replace(state, failed_step=None)
+    if state.incident:
+        actions.append(_recovered(state, state.incident, event))
+        state = replace(state, incident=None)
+    return state, actions
+
+
+def _recovered(state: State, incident: Incident, commit: StepCommitted) -> Emit:
+    fenced = incident.fenced if incident.fenced is not None else incident.detected
+    formed = max(incident.formed or fenced, fenced)
+    restored = max(incident.restored or formed, formed)
+    # A commit can be reported before the supervisor has heard that the group was formed.
+    formed, restored = min(formed, commit.time), min(restored, commit.time)
+    phases = {
+        "detect_s": incident.detected - incident.fault_time,
+        "fence_s": fenced - incident.detected,
+        "regroup_s": formed - fenced,
+        "restore_s": restored - formed,
+        "first_step_s": commit.time - restored,
+        "mttr_s": commit.time - incident.fault_time,
+    }
+    who = _ranks(incident.ranks) if incident.ranks else "a broken connection"
+    return Emit(
+        "recovered",
+        f"Step {commit.step} is committed by {len(state.members)} ranks, "
+        f"{phases['mttr_s'] * 1000:.0f} ms after the loss of {who}.",
+        None,
+        commit.step,
+        {
+            **{name: round(max(value, 0.0), 6) for name, value in phases.items()},
+            "ranks": list(incident.ranks),
+            "lost_steps": incident.lost_steps,
+            "world_size": len(state.members),
+        },
+    )
+
+
+def _rank_finished(now: float, state: State, event: RankFinished) -> tuple[State, list[Action]]:
+    if event.generation != state.generation or event.rank not in state.members:
+        return state, []
+    state = replace(state, finished=state.finished | {event.rank})
+    if state.finished >= set(state.members):
+        state = replace(state, committed=max(state.committed, state.total_steps))
+        actions: list[Action] = []
+        state = _close_incident(now, state, actions, event.rank)
+        return _end(state, actions, "finished", f"All {state.total_steps} steps are committed.")
+    return state, []
+
+
+def _hold_wanted(now: float, state: State, event: HoldWanted) -> tuple[State, list[Action]]:
+    if event.why == "stop":
+        if state.stop_since is not None:
+            return state, []
+        state = replace(state, stop_since=now)
+        if state.paused:
+            actions: list[Action] = []
+            return _end(state, actions, "stopped", f"Stopped on request after step {state.committed}.")
+    elif state.hold_why is not None:
+        return state, []
+    state = replace(state, hold_why=event.why)
+    if state.phase != "training":
+        return state, []  # the next Go carries the hold
+    return _send_hold(state, max(event.max_step, state.committed) + 2)
+
+
+def _send_hold(state: State, after_step: int) -> tuple[State, list[Action]]:
+    hold_id = state.hold_id + 1
+    state = replace(state, hold_id=hold_id, hold_after=after_step, hold_answers={})
+    return state, [SendHold(state.members, hold_id, after_step)]
+
+
+def _hold_answered(now: float, state: State, event: HoldAnswered) -> tuple[State, list[Action]]:
+    if event.hold_id != state.hold_id or state.hold_why is None or event.rank not in state.members:
+        return state, []
+    state = replace(state, hold_answers={**state.hold_answers, event.rank: event})
+    if set(state.hold_answers) < set(state.members) or all(a.accepted for a in state.hold_answers.values()):
+        return state, []
+    # Somebody is beyond the proposed step already: propose one further ahead.
+    ahead = max(answer.step for answer in state.hold_answers.values())
+    return _send_hold(state, ahead + 2 * (state.hold_id + 1))
+
+
+def _rank_held(now: float, state: State, event: RankHeld) -> tuple[State, list[Action]]:
+    if event.generation != state.generation or event.rank not in state.members or state.hold_why is None:
+        return state, []
+    if event.step != state.hold_after:
+        return state, []  # it stopped at an earlier proposal and goes on to the newer one
+    state = replace(state, held=state.held | {event.rank})
+    if not state.held >= set(state.members):
+        return state, []
+    state = replace(state, phase="training", committed=max(state.committed, event.step))
+    if state.hold_why == "stop":
+        actions: list[Action] = []
+        return _end(state, actions, "stopped", f"Stopped on request after step {event.step}.")
+    actions = []
+    state = _close_incident(now, state, actions, event.rank)
+    return state, [*actions, Emit("paused", f"Paused after step {event.step}.", None, event.step)]
+
+
+def _unpause(now: float, state: State, event: Unpause) -> tuple[State, list[Action]]:
+    if state.hold_why != "pause":
+        return state, []
+    state = replace(state, hold_why=None, hold_after=None, held=frozenset(), hold_id=state.hold_id + 1)
+    return state, [
+        SendRelease(state.members),
+        Emit("unpaused", f"Goes on with step {state.committed + 1}.", None, state.committed),
+    ]
+
+
+def _give_up(now: float, state: State, event: GiveUp) -> tuple[State, list[Action]]:
+    actions: list[Action] = []
+    return _end(state, actions, event.outcome, event.reason)
+
+
+_HANDLERS = {
+    GiveUp: _give_up,
+    Started: _started,
+    RankDied: _rank_died,
+    RankFenced: _rank_fenced,
+    StepFailed: _step_failed,
+    RankReady: _rank_ready,
+    RankFormed: _rank_formed,
+    StepCommitted: _step_committed,
+    RankFinished: _rank_finished,
+    HoldWanted: _hold_wanted,
+    HoldAnswered: _hold_answered,
+    RankHeld: _rank_held,
+    Unpause: _unpause,
+    Tick: _tick,
+}
+
+
+# --- helpers -----------------------------------------------------------------------------------------------
+
+
+def _open_incident(now: float, state: State, ranks: tuple[int, ...], fault_time: float) -> State:
+    """Begin an incident, or add to the one that is open (a second loss during the recovery of the first)."""
+    fault_time = min(fault_time, now)
+    if state.incident is None:
+        return replace(state, incident=Incident(ranks, fault_time, now))
+    incident = state.incident
+    return replace(
+        state,
+        incident=replace(
+            incident,
+            ranks=tuple(sorted({*incident.ranks, *ranks})),
+            fault_time=min(incident.fault_time, fault_time),
+            fenced=None,
+            formed=None,
+            restored=None,
+        ),
+    )
+
+
+def _close_incident(now: float, state: State, actions: list[Action], rank: int) -> State:
+    """A failure after the last step, or while paused: recovered, although no step is committed after it."""
+    if state.incident:
+        commit = StepCommitted(rank, state.generation, state.committed, now)
+        actions.append(_recovered(state, state.incident, commit))
+    return replace(state, incident=None)
+
+
+def _same_step_again(
+    state: State, actions: list[Action], broken: int, ranks: tuple[int, ...], what: str,
+    error: Mapping[str, Any] | None,
+) -> tuple[State, bool]:
+    """Note that step `broken` broke; True (and the run ends) when it had broken in an earlier generation."""
+    before = state.failed_step
+    if before is None or before[0] != broken:
+        return replace(state, failed_step=(broken, state.trained, f"{_ranks(ranks)} {what}")), False
+    if before[1] == state.trained:
+        return state, False  # several ranks at once, in the same attempt
+    state, _ = _end(
+        state, actions, "failed",
+        f"Step {broken} failed twice: first {before[2]}; tried again without, then {_ranks(ranks)} {what}. "
+        "That points at the data or the code of this step, not at a machine. The other ranks stay for %%px.",
+        error,
+    )
+    return state, True
+
+
+def _end(
+    state: State, actions: list[Action], outcome: str, reason: str, error: Mapping[str, Any] | None = None
+) -> tuple[State, list[Action]]:
+    """Close the books and let every living rank go; appends to `actions` and returns it."""
+    actions.append(CloseGeneration(state.generation, state.committed))
+    actions.append(SendDrop(tuple(sorted(state.alive | state.left_out))))
+    actions.append(End(outcome, reason, error))
+    return replace(state, phase="ended"), actions
+
+
+def _ranks(ranks: Any) -> str:
+    names = [str(rank) for rank in sorted(ranks)]
+    if len(names) == 1:
+        return f"rank {names[0]}"
+    return f"ranks {', '.join(names[:-1])} and {names[-1]}"
+
+
+def _short(error: Mapping[str, Any]) -> str:
+    text = f"{error.get('etype', 'an exception')}: {error.get('evalue', '')}".rstrip(": ")
+    return text if len(text) <= 200 else text[:197] + "..."

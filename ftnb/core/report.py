@@ -1,0 +1,403 @@
+"""What happened in a run, what it cost, and whether its promises held: computed from the files alone."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from html import escape
+from typing import Any
+
+from ftnb.core.sampler import batch_at, digest, digest_hex, permutation, samples_through
+
+_PHASES = ("detect_s", "fence_s", "regroup_s", "restore_s", "first_step_s", "mttr_s")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One lost rank. The times are None where no recovery followed; ranks lost together share theirs."""
+
+    kind: str
+    rank: int | None
+    step: int | None
+    reason: str
+    detect_s: float | None = None
+    fence_s: float | None = None
+    regroup_s: float | None = None
+    restore_s: float | None = None
+    first_step_s: float | None = None
+    mttr_s: float | None = None
+    lost_steps: int | None = None
+
+
+@dataclass(repr=False)
+class Report:
+    name: str
+    state: str
+    reason: str
+    steps: int
+    total_steps: int | None
+    wall_s: float
+    goodput: float | None
+    final_loss: float | None
+    world_size_start: int | None
+    world_size_end: int | None
+    generations: int
+    failures: list[Failure] = field(default_factory=list)
+    samples_expected: int = 0
+    samples_used: int = 0
+    samples_repeated: int = 0
+    samples_missed: int = 0
+    samples_unverified: int = 0  # used, but by ranks that died before they could report their digest
+    weights_digest: str | None = None
+    weights_agree: bool | None = None  # None: no rank has reported a digest
+    weights_ranks: int = 0
+    ledger_ok: bool = True
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Every check holds: no problem, every sample used exactly once, equal weights on all ranks."""
+        samples_ok = self.samples_missed == self.samples_repeated == 0
+        return not self.problems and samples_ok and self.weights_agree is True
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"ok": self.ok}
+
+    def __repr__(self) -> str:
+        return (
+            f"Report(name={self.name!r}, state={self.state!r}, steps={self.steps}, "
+            f"failures={len(self.failures)}, ok={self.ok})"
+        )
+
+    def __str__(self) -> str:
+        lines = [_title(self)]
+        if self.reason:
+            lines.append(f"  {_one_line(self.reason)}")
+        if self.failures:
+            lines += ["", *_text_table(_FAILURE_COLUMNS, _failure_rows(self))]
+            lines += [f"  {_cause(failure)}" for failure in self.failures]
+        lines.append("")
+        lines += [f"  {label:<11} {value}" for label, value in _summary_rows(self)]
+        lines += [f"  problem     {_one_line(problem)}" for problem in self.problems]
+        lines += [f"  note        {_one_line(note)}" for note in self.notes]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        parts = [f"<div><b>{escape(_title(self))}</b></div>"]
+        if self.reason:
+            parts.append(f"<div>{escape(self.reason)}</div>")
+        if self.failures:
+            parts.append(_html_table(_FAILURE_COLUMNS, _failure_rows(self)))
+            parts += [f'<div style="{_DIM}">{escape(_cause(failure))}</div>' for failure in self.failures]
+        parts.append(_html_table((), _summary_rows(self)))
+        parts += [f'<div style="{_BAD}">problem: {escape(problem)}</div>' for problem in self.problems]
+        parts += [f'<div style="{_DIM}">note: {escape(note)}</div>' for note in self.notes]
+        return f'<div style="{_BOX}">{"".join(parts)}</div>'
+
+
+def build_report(
+    run: Mapping[str, Any],
+    events: Sequence[Mapping[str, Any]],
+    metrics: Sequence[Mapping[str, Any]],
+    ledger: Sequence[Mapping[str, Any]],
+) -> Report:
+    """The report of a run from run.json and its three line files; also while the run goes on."""
+    state = run.get("state") or "unknown"
+    history = _final_history(metrics)
+    ledger_history = _final_history(ledger)
+    ends = [lines[-1]["step"] if lines else 0 for lines in (history, ledger_history)]
+    # While the run goes on, one file may have been read a moment before the other.
+    steps = max(ends) if state in ("finished", "stopped", "failed") else min(ends)
+    history = [line for line in history if line["step"] <= steps]
+    audit = _audit(run, [line for line in ledger_history if line["step"] <= steps], steps)
+    problems = list(audit.problems)
+    notes = list(audit.notes)
+    if len(ledger_history) < len(ledger):
+        replaced = _count(len(ledger) - len(ledger_history), "ledger line")
+        notes.append(f"{replaced} of earlier generations replaced by later ones")
+
+    no_metrics = set(range(1, steps + 1)) - {line["step"] for line in history}
+    if no_metrics:
+        problems.append(f"{_steps_text(no_metrics)}: no line in the metrics")
+    total_steps = run.get("total_steps")
+    if state == "finished" and total_steps is not None and steps != total_steps:
+        problems.append(f"the run is marked finished after {steps} of {total_steps} steps")
+
+    reason = _ending(run, events)
+    if state == "failed":
+        problems.append("the run failed" + (f": {reason}" if reason else ""))
+
+    digests = {str(rank): value for rank, value in (run.get("weights_digests") or {}).items() if value}
+    weights_digest = run.get("weights_digest") or next(iter(digests.values()), None)
+    different = [rank for rank, value in digests.items() if value != weights_digest]
+    if different:
+        each = ", ".join(f"rank {rank} has {value[:12]}" for rank, value in digests.items())
+        problems.append(f"the weights differ between ranks: {each}")
+    elif weights_digest is None and state == "finished":
+        problems.append("no rank reported the digest of its weights, so they were not compared")
+
+    times = [line["time"] for line in (*events, *history) if line.get("time") is not None]
+    started = run.get("started") or min(times, default=0.0)
+    ended = run.get("ended") or max(times, default=started)
+    wall_s = max(0.0, ended - started)
+    # The slowest rank's time of each step; two steps' slowest ranks may overlap a little, hence the cap.
+    useful_s = sum(line.get("step_s") or 0.0 for line in history)
+    world_sizes = [line["world_size"] for line in history if line.get("world_size") is not None]
+    return Report(
+        name=run.get("name") or "run",
+        state=state,
+        reason=reason,
+        steps=steps,
+        total_steps=total_steps,
+        wall_s=wall_s,
+        goodput=min(1.0, useful_s / wall_s) if wall_s > 0 else None,
+        final_loss=history[-1].get("loss") if history else None,
+        world_size_start=world_sizes[0] if world_sizes else run.get("num_ranks"),
+        world_size_end=world_sizes[-1] if world_sizes else run.get("num_ranks"),
+        generations=max((line.get("generation") or 0 for line in (*events, *metrics)), default=0),
+        failures=_failures(events),
+        samples_expected=audit.expected,
+        samples_used=audit.used,
+        samples_repeated=audit.repeated,
+        samples_missed=audit.missed,
+        samples_unverified=audit.unverified,
+        weights_digest=weights_digest,
+        weights_agree=None if weights_digest is None else not different,
+        weights_ranks=len(digests),
+        ledger_ok=not audit.problems,
+        problems=problems,
+        notes=notes,
+    )
+
+
+def _final_history(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The lines that count, by step: a generation replaces all that earlier ones wrote from its start on."""
+    first_step: dict[int, int] = {}
+    for line in lines:
+        generation = line["generation"]
+        first_step[generation] = min(line["step"], first_step.get(generation, line["step"]))
+    end_step: dict[int, float] = {}
+    end = float("inf")
+    for generation in sorted(first_step, reverse=True):
+        end_step[generation] = end
+        end = min(end, first_step[generation])
+    return sorted(
+        (line for line in lines if line["step"] < end_step[line["generation"]]), key=lambda line: line["step"]
+    )
+
+
+@dataclass
+class _Audit:
+    expected: int = 0
+    used: int = 0
+    missed: int = 0
+    repeated: int = 0
+    unverified: int = 0
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def _audit(run: Mapping[str, Any], lines: Sequence[Mapping[str, Any]], last_step: int) -> _Audit:
+    """Was every sample of steps 1..last_step used exactly once? Judged by intervals and by digests."""
+    audit = _Audit()
+    options = run.get("options") or {}
+    dataset_len, global_batch, seed = run.get("dataset_len"), options.get("global_batch"), options.get("seed")
+    if last_step == 0:
+        return audit
+    if not dataset_len or not global_batch or seed is None:
+        audit.problems.append(
+            "run.json lacks dataset_len, global_batch or seed: the samples cannot be checked"
+        )
+        return audit
+    wrong = defaultdict(list)  # what is wrong -> steps
+    unverified_steps = []
+    intervals = defaultdict(list)  # epoch -> intervals of its permutation that were used
+    num_lines = Counter(line["step"] for line in lines)
+    wrong["no line in the ledger"] = [step for step in range(1, last_step + 1) if step not in num_lines]
+    wrong["more than one line of the same generation"] = [step for step, n in num_lines.items() if n > 1]
+    for line in lines:
+        step, epoch, start, stop = line["step"], line["epoch"], line["start"], line["stop"]
+        batch = batch_at(step, dataset_len, global_batch)
+        if (batch.epoch, batch.start, batch.stop) != (epoch, start, stop):
+            wrong["not the samples that belong to the step"].append(step)
+        covered, num_unverified = _covered_by_digest(line)
+        num_used = sum(line["shares"].values())
+        if num_unverified:
+            unverified_steps.append(step)
+            audit.unverified += num_unverified
+        elif num_used != stop - start:
+            wrong["the shares do not add up to the batch"].append(step)
+            continue
+        if covered is not None:
+            order = permutation(dataset_len, seed, epoch)
+            indices = (index for first, end in covered for index in order[first:end])
+            if digest_hex(digest(indices)) != line["digest"]:
+                wrong["the ranks fetched other samples than planned (digest mismatch)"].append(step)
+                continue
+        audit.used += num_used
+        intervals[epoch].append((start, stop))
+    audit.problems += [f"{_steps_text(steps)}: {what}" for what, steps in wrong.items() if steps]
+    if unverified_steps:
+        samples = _count(audit.unverified, "sample")
+        audit.notes.append(
+            f"{_steps_text(unverified_steps)}: {samples} used by ranks that were lost before they reported "
+            "which; counted as used, not verified"
+        )
+
+    audit.expected = samples_through(last_step, dataset_len, global_batch)
+    last = batch_at(last_step, dataset_len, global_batch)
+    for epoch in {*intervals, *range(1, last.epoch + 1)}:
+        expected = dataset_len if epoch < last.epoch else last.stop if epoch == last.epoch else 0
+        position = 0
+        for start, stop in sorted(intervals[epoch]):
+            audit.missed += max(0, start - position)
+            audit.repeated += max(0, min(stop, position) - start)
+            position = max(position, stop)
+        audit.missed += max(0, expected - position)
+    return audit
+
+
+def _covered_by_digest(line: Mapping[str, Any]) -> tuple[list[tuple[int, int]] | None, int]:
+    """The positions that the line's digest should cover (None: cannot tell), and how many it does not."""
+    start, stop, shares = line["start"], line["stop"], line["shares"]
+    num_reported, _, num_members = line["shares_reported"].partition("/")
+    if num_reported == num_members:
+        return [(start, stop)], 0
+    unreported = {str(rank) for rank in line.get("unreported", ())}
+    if not unreported <= shares.keys() or not unreported or sum(shares.values()) != stop - start:
+        return None, stop - start
+    covered = []
+    for (
+        rank,
+        num_samples,
+    ) in shares.items():  # in torch-rank order, the order in which the batch is shared out
+        if rank not in unreported:
+            covered.append((start, start + num_samples))
+        start += num_samples
+    return covered, sum(shares[rank] for rank in unreported)
+
+
+def _failures(events: Sequence[Mapping[str, Any]]) -> list[Failure]:
+    failures = []
+    for place, event in enumerate(events):
+        if event["kind"] != "rank_failed":
+            continue
+        rank = event.get("rank")
+        later = (e for e in events[place + 1 :] if e["kind"] == "recovered")
+        recovered = next((e for e in later if rank in e.get("ranks", (rank,))), {})
+        figures = {name: recovered.get(name) for name in (*_PHASES, "lost_steps")}
+        kind = event.get("failure") or "unknown"
+        failures.append(Failure(kind, rank, event.get("step"), event.get("reason") or "", **figures))
+    return failures
+
+
+def _ending(run: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> str:
+    for event in reversed(events):
+        if event["kind"] in ("run_finished", "run_stopped", "run_failed"):
+            return event.get("reason") or ""
+    return (run.get("error") or {}).get("message") or ""
+
+
+# Words and tables, shared by the text and its HTML twin
+
+_FAILURE_COLUMNS = (
+    "step", "rank", "failure",
+    "detect ms", "fence ms", "regroup ms", "restore ms", "first step ms", "MTTR ms", "steps lost",
+)  # fmt: skip
+_BOX = "color: var(--jp-content-font-color1, inherit); font-size: 13px; line-height: 1.5"
+_DIM = "color: var(--jp-content-font-color2, inherit); opacity: 0.85"
+_BAD = "color: var(--jp-error-color1, #d32f2f)"
+_LINE = "border-bottom: 1px solid var(--jp-border-color2, #8888)"
+_CELL = "padding: 1px 10px 1px 0; text-align: {align}; background: transparent; color: inherit"
+
+
+def _title(report: Report) -> str:
+    total = report.steps if report.total_steps is None else report.total_steps
+    goodput = "" if report.goodput is None else f", goodput {100 * report.goodput:.0f} %"
+    return f"{report.name}: {report.state}, {report.steps} of {total} steps in {report.wall_s:.1f} s{goodput}"
+
+
+def _failure_rows(report: Report) -> list[list[str]]:
+    rows = []
+    for failure in report.failures:
+        phases_s = [getattr(failure, name) for name in _PHASES]
+        times = ["-" if phase_s is None else f"{1000 * phase_s:.1f}" for phase_s in phases_s]
+        others = [failure.step, failure.rank, failure.kind, failure.lost_steps]
+        step, rank, kind, lost_steps = ("-" if value is None else str(value) for value in others)
+        rows.append([step, rank, kind, *times, lost_steps])
+    return rows
+
+
+def _cause(failure: Failure) -> str:
+    ending = "" if failure.mttr_s is not None else " (no recovery followed)"
+    return f"step {failure.step}, rank {failure.rank}: {_one_line(failure.reason) or failure.kind}{ending}"
+
+
+def _summary_rows(report: Report) -> list[tuple[str, str]]:
+    rows = []
+    if report.world_size_start is not None:
+        sizes = f"{report.world_size_start} at the start, {report.world_size_end} at the end"
+        rows.append(("ranks", f"{sizes}, {_count(report.generations, 'generation')}"))
+    if report.final_loss is not None:
+        rows.append(("final loss", f"{report.final_loss:.6g}"))
+    samples = (
+        f"{report.samples_expected} expected, {report.samples_used} used, "
+        f"{report.samples_repeated} repeated, {report.samples_missed} missed"
+    )
+    if report.samples_unverified:
+        samples += f", {report.samples_unverified} unverified"
+    rows.append(("samples", samples))
+    if report.weights_digest is None:
+        rows.append(("weights", "not compared"))
+    else:
+        verdict = "equal" if report.weights_agree else "NOT equal"
+        ranks = f" on {_count(report.weights_ranks, 'rank')}" if report.weights_ranks else ""
+        rows.append(("weights", f"{verdict}{ranks}, sha256 {report.weights_digest[:16]}"))
+    if report.problems:
+        checks = f"{_count(len(report.problems), 'problem')}, see below"
+    else:
+        checks = "all hold" if report.ok else "samples hold, weights not compared yet"
+    rows.append(("checks", checks))
+    return rows
+
+
+def _text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    return [
+        "  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        for row in (header, *rows)
+    ]
+
+
+def _html_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    cell = f'style="{_CELL.format(align="right" if header else "left")}"'
+    head = "".join(f"<th {cell}>{escape(name)}</th>" for name in header)
+    head = f'<tr style="{_LINE}">{head}</tr>' if header else ""
+    body = "".join(
+        "<tr>" + "".join(f"<td {cell}>{escape(value)}</td>" for value in row) + "</tr>" for row in rows
+    )
+    return f'<table style="border-collapse: collapse; margin: 6px 0">{head}{body}</table>'
+
+
+def _steps_text(steps: Iterable[int], limit: int = 6) -> str:
+    """Step numbers in words, runs joined: "steps 3, 7-9"."""
+    runs: list[list[int]] = []
+    for step in sorted(set(steps)):
+        if runs and step == runs[-1][1] + 1:
+            runs[-1][1] = step
+        else:
+            runs.append([step, step])
+    texts = [f"{first}" if first == last else f"{first}-{last}" for first, last in runs[:limit]]
+    more = sum(last - first + 1 for first, last in runs[limit:])
+    plural = len(runs) > 1 or runs[0][0] != runs[0][1]
+    return f"step{'s' * plural} {', '.join(texts)}" + (f" and {more} more" if more else "")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

@@ -1,0 +1,87 @@
+"""%ft_cluster start | stop | status | attach"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ftnb.client.options import Option, did_you_mean
+from ftnb.client.session import START_OPTIONS, Session
+from ftnb.display.live import Output, has_front_end
+from ftnb.display.status import cluster_status, starting_cluster
+from ftnb.display.table import Shown
+from ftnb.errors import UsageError
+from ftnb.magics import current
+from ftnb.magics.arguments import Command, parse
+
+_LATER = (
+    Option("num_spares", int, 0, "spare ranks (not available yet)", flag="--spares", minimum=0),
+    Option("engines", str, "local", "where ranks run: local (ssh and slurm are not available yet)"),
+)
+COMMAND = Command("ft_cluster", "start | stop | status | attach [NAME]: the cluster of this notebook",
+                  (*START_OPTIONS, *_LATER), positional="ACTION [NAME]")  # fmt: skip
+_PLAIN = {
+    "stop": Command("ft_cluster stop", "end the training, the ranks and the supervisor"),
+    "status": Command("ft_cluster status", "the cluster and its ranks"),
+    "attach": Command("ft_cluster attach", "connect to a cluster that runs already", positional="[NAME]"),
+}
+_ACTIONS = ("start", *_PLAIN)
+
+
+def run(line: str) -> Any:
+    action, _, rest = line.strip().partition(" ")
+    if action in ("--help", "-h", "help"):
+        parse(COMMAND, "--help")
+        return None
+    if action == "start":
+        return _start(rest)
+    if action not in _PLAIN:
+        hint = did_you_mean(action, _ACTIONS)
+        trouble = f"has no action {action!r}.{hint}" if action else "needs an action."
+        raise UsageError(f"%ft_cluster {trouble} Type %ft_cluster {', '.join(_ACTIONS[:-1])} or attach.")
+    parsed = parse(_PLAIN[action], rest)
+    if parsed.help:
+        return None
+    return {"stop": _stop, "status": _status, "attach": _attach}[action](parsed.words)
+
+
+def _start(rest: str) -> Session | None:
+    command = Command("ft_cluster start", "start a cluster", COMMAND.options)
+    parsed = parse(command, rest)
+    if parsed.help:
+        return None
+    name = parsed.get("name", "default")
+    present = current.session_or_none()
+    if present is not None and present.alive and present.name == name:
+        print(present.already_runs(parsed.get("num_ranks")))
+        return present
+    output = Output()
+    progress = (lambda status: output.show(starting_cluster(status, name))) if has_front_end() else None
+    session = Session.start(**parsed.values, progress=progress)
+    return _take(session)
+
+
+def _attach(words: list[str]) -> Session:
+    session = _take(Session.attach(*words))
+    last = session.run
+    if last is not None:
+        current.put_in_notebook("run", last)
+        current.follow(last)
+    return session
+
+
+def _take(session: Session) -> Session:
+    current.bind(session)
+    current.activate_px(session)
+    return session
+
+
+def _stop(_: list[str]) -> None:
+    session = current.session()
+    session.stop()
+    current.forget(session)
+    print(f"The cluster {session.name!r} has been stopped.")
+
+
+def _status(_: list[str]) -> Shown:
+    session = current.session()
+    return cluster_status(session.status(), session.name)

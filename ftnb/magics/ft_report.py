@@ -1,0 +1,15 @@
+"""%ft_report: what happened, what it cost, and whether the promises held."""
+
+from __future__ import annotations
+
+from ftnb.client.run import Report
+from ftnb.magics import current
+from ftnb.magics.arguments import Command, parse
+
+COMMAND = Command(
+    "ft_report", "what happened in the run, what it cost, and whether each sample was used once"
+)
+
+
+def run(line: str) -> Report | None:
+    return None if parse(COMMAND, line).help else current.run().report()

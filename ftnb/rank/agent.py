@@ -1,0 +1,147 @@
+"""The agent: one thread per engine that talks to the supervisor, whatever the training thread is doing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import queue
+import threading
+import time
+import traceback
+from collections import deque
+from typing import Any
+
+import zmq
+
+from ftnb.rank.orders import Fault, Orders
+from ftnb.wire import messages, proc, sockets
+
+BEAT_S = 0.1
+
+
+class Agent:
+    """Heartbeats and answers out, commands in; starts and owns the training thread."""
+
+    def __init__(self, connection: sockets.Connection, rank: int, linger_s: float) -> None:
+        self.rank = rank
+        self.orders = Orders()
+        self.training: Any = None  # ftnb.rank.loop.Training while a run is loaded
+        self.last_training: Any = None
+        self._connection = connection
+        self._linger_s = linger_s
+        self._context = zmq.Context()
+        self._work: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._outbox: deque[dict[str, Any]] = deque()
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_write, False)
+        self._last_word = time.monotonic()
+        self.phase = "starting"
+
+    def start(self) -> None:
+        from ftnb.rank.worker import work  # torch is imported there, in the training thread
+
+        threading.Thread(target=self._serve, name="ftnb-agent", daemon=True).start()
+        threading.Thread(target=work, args=(self,), name="ftnb-training", daemon=True).start()
+
+    def new_link(self) -> Any:
+        """A line of its own for the thread that calls."""
+        from ftnb.rank.link import WorkLink
+
+        return WorkLink(self._context, self._connection, self.rank, self.orders)
+
+    def next_work(self) -> dict[str, Any]:
+        return self._work.get()
+
+    def tell(self, op: str, **fields: Any) -> None:
+        """Send a message from any thread."""
+        self._outbox.append({"op": op, "rank": self.rank, **fields})
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._wake_write, b"x")
+
+    # --- the agent thread
+
+    def _serve(self) -> None:
+        identity = f"agent-{self.rank}-{os.getpid()}".encode()
+        sock = sockets.peer_socket(
+            self._context, zmq.DEALER, self._connection, self._connection.rank_port, identity
+        )
+        me = proc.identify(os.getpid())
+        assert me is not None
+        self._send(
+            sock, "hello", pid=me.pid, started=me.started, host=platform.node(), python=platform.python_version()
+        )
+        poller = zmq.Poller()
+        poller.register(sock, zmq.POLLIN)
+        poller.register(self._wake_read, zmq.POLLIN)
+        next_beat = time.monotonic()
+        while True:
+            ready = dict(poller.poll(max(0.0, next_beat - time.monotonic()) * 1000))
+            if self._wake_read in ready:
+                os.read(self._wake_read, 4096)
+            while self._outbox:
+                sock.send_multipart(messages.encode(self._outbox.popleft()))
+            while sock.poll(0):
+                self._last_word = time.monotonic()
+                try:
+                    self._obey(sock, messages.decode(sock.recv_multipart()))
+                except Exception:  # a command that fails must not silence the heartbeats
+                    self._send(sock, "agent_error", traceback=traceback.format_exc())
+            now = time.monotonic()
+            if now >= next_beat:
+                self._beat(sock)
+                next_beat = max(next_beat + BEAT_S, now)
+            if now - self._last_word > self._linger_s:
+                # The supervisor is gone for good: nobody could stop this process any more.
+                os._exit(3)
+
+    def _send(self, sock: zmq.Socket, op: str, **fields: Any) -> None:
+        sock.send_multipart(messages.encode({"op": op, "rank": self.rank, **fields}))
+
+    def _beat(self, sock: zmq.Socket) -> None:
+        training = self.training
+        self._send(
+            sock, "beat", phase=self.phase, sent=time.time(),
+            step=training.in_flight or training.committed if training else None,
+            commit=training.last_commit if training else None,
+        )
+
+    def _obey(self, sock: zmq.Socket, message: dict[str, Any]) -> None:
+        op = message.get("op")
+        if op == "regroup":
+            self.orders.want(message["generation"])
+            if self.training is not None:
+                self.training.abort()
+        elif op == "go":
+            self.orders.go(message)
+        elif op == "hold":
+            accepted, step = self.orders.hold(message["hold_id"], message["after_step"])
+            self._send(sock, "hold_answer", hold_id=message["hold_id"], accepted=accepted, step=step)
+        elif op == "release":
+            self.orders.release()
+        elif op == "drop":
+            self.orders.drop()
+            if self.training is not None:
+                self.training.abort()
+        elif op == "load":
+            self._work.put(message)
+        elif op == "fault":
+            fault = Fault(message["fault_id"], message["kind"], message["at_step"])
+            accepted = self.orders.add_fault(fault)
+            self._send(sock, "fault_answer", fault_id=fault.fault_id, accepted=accepted)
+        elif op == "fault_go":
+            self.orders.allow_fault(message["fault_id"])
+        elif op == "weights":
+            self._weights(sock)
+        elif op == "exit":
+            os._exit(0)
+
+    def _weights(self, sock: zmq.Socket) -> None:
+        """Lay a copy of the weights ready: between two steps while a run goes on, else right away."""
+        if self.training is not None:
+            self.orders.want_snapshot()
+        elif self.last_training is not None:
+            self.last_training.take_weights()
+            self._send(sock, "weights", step=self.last_training.weights_step)
+        else:
+            self._send(sock, "weights", step=None)

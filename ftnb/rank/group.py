@@ -1,0 +1,174 @@
+"""The process group of one generation: formed through the supervisor, torn down from any thread.
+
+The rendezvous is a `torch.distributed.Store` answered by the supervisor over the encrypted socket, so there
+is no unauthenticated TCPStore and no leader that could be lost.
+
+A blocked Gloo collective ends within milliseconds when the group's connected sockets are shut down from
+another thread; nothing else that torch 2.13 offers unblocks it. Listening sockets are left alone: shutting
+one down kills the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import threading
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ftnb.rank.link import Superseded, WorkLink
+
+# Forming takes tens of milliseconds; longer means that a peer died while it connected.
+FORM_TIMEOUT_S = 3.0
+# A running collective never times out by itself: whether a rank hangs is for the supervisor to say.
+COLLECTIVE_TIMEOUT = timedelta(days=7)
+
+
+class SupervisorStore(dist.Store):
+    """Keys of one generation, kept by the supervisor. `get` and `wait` block until the keys are there."""
+
+    def __init__(self, link: WorkLink, generation: int) -> None:
+        super().__init__()
+        self._link, self._generation = link, generation
+
+    def clone(self) -> SupervisorStore:
+        return self
+
+    def _ask(self, command: str, **args: Any) -> dict[str, Any]:
+        return self._link.ask_store(self._generation, command, **args)
+
+    def set(self, key: str, value: Any) -> None:
+        self._ask("set", key=key, value=_to_bytes(value))
+
+    def get(self, key: str) -> bytes:
+        return self._ask("get", key=key)["value"]
+
+    def add(self, key: str, amount: int) -> int:
+        return self._ask("add", key=key, amount=amount)["number"]
+
+    def append(self, key: str, value: Any) -> None:
+        self._ask("append", key=key, value=_to_bytes(value))
+
+    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
+        return self._ask("compare_set", key=key, expected=_to_bytes(expected), desired=_to_bytes(desired))["value"]
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(self._ask("check", keys=list(keys))["number"])
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        self._ask("wait", keys=list(keys))
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self._ask("delete", key=key)["number"])
+
+    def num_keys(self) -> int:
+        return self._ask("num_keys")["number"]
+
+    def has_extended_api(self) -> bool:
+        return False
+
+
+def _to_bytes(value: Any) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)
+
+
+class Group:
+    """The default process group of one generation. `torch_rank` and `world_size` are internal to it."""
+
+    def __init__(self, generation: int, members: list[int], rank: int, backend: str, device: torch.device) -> None:
+        self.generation = generation
+        self.members = members
+        self.torch_rank = members.index(rank)
+        self.world_size = len(members)
+        self._backend = backend
+        self._device = device
+        self._lock = threading.Lock()
+        self._sockets: list[tuple[int, int]] = []  # (fd, inode)
+        self._aborted = False
+        self._before: set[tuple[int, int]] = set()
+
+    @property
+    def aborted(self) -> bool:
+        return self._aborted
+
+    def form(self, link: WorkLink) -> None:
+        """Connect all members; raises `Superseded` when the supervisor has moved on, else torch's error."""
+        with self._lock:
+            if self._aborted:
+                raise Superseded(self.generation)
+            self._before = _socket_fds()
+        # Kept: torch does not hold a reference to the Python object behind the store.
+        self._store = SupervisorStore(link, self.generation)
+        store = dist.PrefixStore(f"g{self.generation}", self._store)
+        dist.init_process_group(
+            self._backend, store=store, rank=self.torch_rank, world_size=self.world_size,
+            timeout=timedelta(seconds=FORM_TIMEOUT_S),
+            device_id=self._device if self._backend == "nccl" else None,
+        )
+        dist.distributed_c10d._set_pg_timeout(COLLECTIVE_TIMEOUT)
+        with self._lock:
+            self._sockets = sorted(_socket_fds() - self._before)
+            aborted = self._aborted
+        if aborted:
+            self.abort()
+            raise Superseded(self.generation)
+
+    def abort(self) -> None:
+        """Make every collective of this group raise, on this rank and on its peers. From any thread."""
+        with self._lock:
+            self._aborted = True
+            # Still forming: whatever has appeared since then belongs to the group.
+            targets = self._sockets or (sorted(_socket_fds() - self._before) if self._before else [])
+            for fd, inode in targets:
+                _shut_down(fd, inode)
+            if self._backend == "nccl" and dist.is_initialized():
+                with contextlib.suppress(Exception):  # experimental until it has been tried on GPUs
+                    dist.distributed_c10d._abort_process_group()
+
+    def destroy(self) -> None:
+        with self._lock:
+            self._sockets, self._before = [], set()
+        if dist.is_initialized():
+            # The group may be broken already; what matters is that torch forgets it.
+            with contextlib.suppress(RuntimeError):
+                dist.destroy_process_group()
+
+
+def _socket_fds() -> set[tuple[int, int]]:
+    """(fd, inode) of all sockets this process has open."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError, ValueError):
+            target = os.readlink(f"/proc/self/fd/{name}")
+            if target.startswith("socket:["):
+                found.add((int(name), int(target[8:-1])))
+    return found
+
+
+def _shut_down(fd: int, inode: int) -> None:
+    """Shut the connection down if `fd` still is that very socket, connected, and speaks TCP."""
+    try:
+        duplicate = os.dup(fd)
+    except OSError:
+        return
+    try:
+        if os.fstat(duplicate).st_ino != inode:
+            return
+        sock = socket.socket(fileno=duplicate)
+        duplicate = -1
+        with sock:
+            if sock.family not in (socket.AF_INET, socket.AF_INET6):
+                return
+            listening = struct.unpack("i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN, 4))[0]
+            if not listening:
+                sock.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass  # closed or not connected any more: nothing left to shut
+    finally:
+        if duplicate >= 0:
+            os.close(duplicate)

@@ -1,0 +1,67 @@
+"""The training thread's own line to the supervisor.
+
+ZeroMQ sockets belong to one thread each; a socket of its own saves the training thread a hand-over to the
+agent thread (and the interpreter lock) in every step.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import time
+from typing import Any
+
+import zmq
+
+from ftnb.rank.orders import Orders, Superseded
+from ftnb.wire import messages, sockets
+
+__all__ = ["Superseded", "WorkLink"]
+
+
+class WorkLink:
+    """Control messages and store requests (answered), and step reports (one way). Training thread only."""
+
+    def __init__(self, context: zmq.Context, connection: sockets.Connection, rank: int, orders: Orders) -> None:
+        self.rank = rank
+        self._orders = orders
+        self._ids = itertools.count(1)
+        self._owner_pid = os.getpid()
+        self._num_reports = 0
+        identity = f"work-{rank}-{os.getpid()}".encode()
+        self._control = sockets.peer_socket(context, zmq.DEALER, connection, connection.rank_port, identity)
+        self._reports = sockets.peer_socket(context, zmq.PUSH, connection, connection.report_port)
+
+    def tell(self, op: str, **fields: Any) -> None:
+        # The number of reports lets the supervisor read all of those first: two sockets keep no common order.
+        message = {"op": op, "rank": self.rank, "pid": self._owner_pid, "reports": self._num_reports, **fields}
+        self._control.send_multipart(messages.encode(message))
+
+    def report(self, record: list[Any]) -> None:
+        """One step record; see `Supervisor._report` for its fields."""
+        self._num_reports += 1
+        self._reports.send(json.dumps(record).encode())
+
+    def log(self, text: str) -> None:
+        if os.getpid() == self._owner_pid:  # a forked DataLoader worker must not touch this socket
+            self.report(["log", self.rank, time.time(), text])
+
+    def ask_store(self, generation: int, command: str, **args: Any) -> dict[str, Any]:
+        """One store request of `generation`; raises `Superseded` as soon as a newer one is wanted."""
+        number = next(self._ids)
+        self.tell("store", id=number, generation=generation, command=command, **args)
+        while True:
+            self._orders.check(generation)
+            if not self._control.poll(20):
+                continue
+            reply = messages.decode(self._control.recv_multipart())
+            if reply.get("id") != number:
+                continue  # the answer to a request that was given up
+            if not reply.get("ok"):
+                raise Superseded(generation)
+            return reply
+
+    def close(self) -> None:
+        self._control.close(0)
+        self._reports.close(0)

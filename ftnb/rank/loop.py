@@ -1,0 +1,356 @@
+"""The training loop of one rank, over as many generations as it takes.
+
+    wait for a generation → form its process group → copy state to whoever is behind → train step by step
+          ▲                                                                                │
+          └──── a collective failed, user code raised, or the supervisor wants a newer one ┘
+
+Shapes: W = world size, G = global batch (samples per step over all ranks), n = this rank's share of it.
+Each rank's loss is a mean over its n samples. DDP averages gradients over ranks, so the loss is scaled by
+n·W/G before backward; the averaged gradient then is that of the mean over all G samples, whatever W is.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import traceback
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from ftnb.core import sampler
+from ftnb.errors import CheckError
+from ftnb.rank import cell, state
+from ftnb.rank.data import BatchSource
+from ftnb.rank.group import Group
+from ftnb.rank.link import WorkLink
+from ftnb.rank.orders import Dropped, Orders, Superseded
+
+# What torch 2.13 says when a Gloo or NCCL peer is gone; anything else that comes up in a step is the user's.
+_COLLECTIVE_SIGNS = (
+    "gloo", "nccl", "connection closed by peer", "connection reset", "connection refused", "broken pipe",
+    "connectfullmesh", "timed out waiting", "socket", "process group",
+)
+
+
+class Training:
+    """One run on one rank. Lives in the training thread; `abort` alone is called from the agent thread."""
+
+    def __init__(
+        self, job: cell.Job, options: dict[str, Any], rank: int, backend: str, link: WorkLink, orders: Orders
+    ) -> None:
+        self.job, self.options, self.rank = job, options, rank
+        self.total_steps: int = options["total_steps"]
+        self.committed = 0
+        self.in_flight: int | None = None
+        self.last_commit: list[Any] | None = None  # also sent with the next heartbeat
+        self.generation = 0
+        self.weights: list[tuple[str, str, list[int], bytes]] | None = None
+        self.weights_step = 0
+        self._backend, self._link, self._orders = backend, link, orders
+        self._group: Group | None = None
+        self._seeded = False
+        self._trainable = [p for p in job.model.parameters() if p.requires_grad]
+        self._snapshot = state.StepSnapshot(job.model, job.device)
+        self._steps_per_epoch = sampler.steps_per_epoch(job.dataset_len, options["global_batch"])
+        self._weight = torch.nn.Parameter(torch.zeros((), device=job.device)) if job.training_step else None
+        self.source = BatchSource(
+            job.dataset, job.collate_fn, global_batch=options["global_batch"], total_steps=self.total_steps,
+            seed=options["seed"], workers=options["workers"], device=job.device,
+            min_real=2 if job.has_batchnorm else 1,
+        )
+
+    # --- generations
+
+    def abort(self) -> None:
+        """Free the training thread from a collective that will not end. Any thread."""
+        group = self._group
+        if group is not None:
+            group.abort()
+
+    def run(self) -> None:
+        """Train until the run is over for this rank; returns when the supervisor says so."""
+        failure: dict[str, Any] | None = None
+        try:
+            while True:
+                generation = self._orders.next_generation(self.generation)
+                self._take_wanted_snapshot()
+                if generation <= self.generation:
+                    continue
+                self.generation = generation
+                self._link.tell(
+                    "ready", generation=generation, committed=self.committed, in_flight=self.in_flight,
+                    failure=failure,
+                )
+                failure = None
+                try:
+                    order = self._orders.wait_go(generation)
+                    self._generation(order)
+                except Superseded:
+                    pass
+                except Dropped:
+                    raise
+                except BaseException as error:  # user code may call sys.exit()
+                    failure = self._explain(error, generation)
+                    # The error holds frames that hold the old group; kept alive, it would leak sockets and threads.
+                    traceback.clear_frames(error.__traceback__)
+                    error.__traceback__ = None
+                    del error
+                    self.abort()  # so that the neighbours, too, notice at once
+                    self._link.tell("step_failed", generation=generation, failure=failure)
+                finally:
+                    self._leave_group()
+        except Dropped:
+            pass
+        finally:
+            self._leave_group()
+            self.source.close()
+
+    def _generation(self, order: dict[str, Any]) -> None:
+        group = Group(order["generation"], order["members"], self.rank, self._backend, self.job.device)
+        self._group = group
+        if not self._seeded:
+            # Each rank has its own random stream from the first step on.
+            state.seed_everything(self.options["seed"] * 1_000_003 + self.rank + 1)
+            self._seeded = True
+        group.form(self._link)
+        formed_at = time.time()
+        first_step = order["first_step"]
+        self._share_state(group, order)
+        if self.in_flight == first_step and self._snapshot.step == first_step and self.committed == first_step - 1:
+            self._snapshot.restore()
+        self.in_flight = None
+        ddp = self._wrap()
+        self.source.begin(first_step, group.torch_rank, group.world_size)
+        self._link.tell("formed", generation=group.generation, formed_at=formed_at, restored_at=time.time())
+        if order.get("evaluate") and group.torch_rank == 0:
+            self._evaluate(order["evaluate"])
+        for step in range(first_step, self.total_steps + 1):
+            while (held_after := self._orders.enter_step(step, group.generation)) is not None:
+                self._take_wanted_snapshot()
+                self._link.tell(
+                    "held", generation=group.generation, step=held_after, commit=self.last_commit
+                )
+                self._orders.wait_released(step, group.generation)
+            self._take_wanted_snapshot()
+            self._step(step, ddp, group)
+        self._finish(group)
+
+    def _wrap(self) -> DistributedDataParallel:
+        """DDP for this generation's group, built anew: all ranks then rebuild its buckets in the same step.
+
+        All members hold equal weights already (checked, or copied just now), so nothing is synchronised.
+        """
+        model = self.job.model
+        self.job.optimizer.zero_grad(set_to_none=True)
+        if self._weight is not None:
+            # The weight of this rank's loss rides along as the gradient of one more parameter: the sum of all
+            # weights then needs no collective of its own. It is hidden from the model again at once.
+            self._weight.grad = None
+            model.register_parameter("_ftnb_weight", self._weight)
+        try:
+            return DistributedDataParallel(
+                model, device_ids=[self.job.device.index] if self.job.device.type == "cuda" else None,
+                init_sync=False, gradient_as_bucket_view=True,
+            )
+        finally:
+            if self._weight is not None:
+                del model._parameters["_ftnb_weight"]
+
+    def _share_state(self, group: Group, order: dict[str, Any]) -> None:
+        """The most advanced member copies its state to those that are a step behind."""
+        source, behind = order["source"], order["behind"]
+        if source is None:
+            return
+        job = self.job
+        if self.rank == source:
+            full = {
+                "model": job.model.state_dict(), "optimizer": job.optimizer.state_dict(),
+                "scheduler": cell.scheduler_state(job.scheduler) if job.scheduler is not None else None,
+            }
+            for rank in behind:
+                state.send_state(full, group.members.index(rank), job.device)
+        elif self.rank in behind:
+            full = state.receive_state(group.members.index(source), job.device)
+            job.model.load_state_dict(full["model"])
+            job.optimizer.load_state_dict(full["optimizer"])
+            if job.scheduler is not None:
+                job.scheduler.load_state_dict(full["scheduler"])
+            self.committed = order["first_step"] - 1
+
+    def _leave_group(self) -> None:
+        if self._group is not None:
+            self._group.destroy()
+            self._group = None
+
+    # --- one step
+
+    def _step(self, step: int, ddp: DistributedDataParallel, group: Group) -> None:
+        started = time.time()
+        job, options = self.job, self.options
+        self.in_flight = step
+        self._snapshot.take(step)
+        share, indices, batch = self.source.next()
+        loss, weight, scalars = self._forward(ddp, batch, share.real, len(indices))
+        # Told before the all-reduce: should this rank die in it, its share is known all the same.
+        self._link.report(
+            [
+                "fetched", group.generation, step, self.rank, share.real, sampler.digest(indices[: share.real]),
+                float(loss.detach()), weight, scalars, self.last_commit,
+            ]
+        )
+        scaled = loss * (weight * group.world_size / share.global_samples)
+        if self._weight is not None:
+            scaled = scaled + self._weight * weight
+        scaled.backward()
+        self._check_gradients()
+        if share.real == 0:
+            self._snapshot.restore_buffers()  # statistics of borrowed samples do not count
+        norm = self._average_and_clip(group, share.global_samples)
+        job.optimizer.step()
+        job.optimizer.zero_grad(set_to_none=True)
+        epoch_ends = step % self._steps_per_epoch == 0
+        lr = job.optimizer.param_groups[0]["lr"]
+        if job.scheduler is not None and (epoch_ends or options["scheduler_interval"] == "step"):
+            job.scheduler.step()
+        self.committed, self.in_flight = step, None
+        now = time.time()
+        self.last_commit = [group.generation, step, now, float(lr), norm, now - started]
+        if options["evaluate_every"] and step % options["evaluate_every"] == 0 and group.torch_rank == 0:
+            self._evaluate(step)
+
+    def _forward(
+        self, ddp: DistributedDataParallel, batch: Any, real: int, fetched: int
+    ) -> tuple[torch.Tensor, float, dict[str, float] | None]:
+        """Loss (scalar tensor), its weight in the global mean, and further scalars of this rank's share."""
+        step = self.in_flight
+        assert step is not None
+        job = self.job
+        scalars: dict[str, float] | None = None
+        weight = float(real)
+        if job.loss_fn is not None:
+            try:
+                inputs, target = batch
+            except (TypeError, ValueError):
+                raise CheckError(
+                    "`loss_fn` needs samples of the form (input, target); this dataset gives something else. Define "
+                    "`training_step(model, batch)` instead."
+                ) from None
+            loss = job.loss_fn(ddp(inputs), target)
+        else:
+            loss = job.training_step(ddp, batch)
+            if isinstance(loss, dict):
+                result = dict(loss)
+                if "loss" not in result:
+                    raise CheckError("`training_step` returned a dict without 'loss'.")
+                loss = result.pop("loss")
+                if (own := result.pop("weight", None)) is not None:
+                    weight = cell.plain_number(own, "weight") * real / fetched
+                    if not weight >= 0:
+                        raise CheckError(f"`training_step` returned the weight {weight}; it must be 0 or more.")
+                scalars = {str(k): cell.plain_number(v, str(k)) for k, v in result.items()} or None
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            shape = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise CheckError(f"The loss must be a tensor with one element (the mean over the batch), not {shape}.")
+        if not loss.requires_grad:
+            raise CheckError("The loss does not depend on the model's parameters, so there is no gradient.")
+        fault = self._orders.due_fault(step)
+        if fault is not None:
+            self._suffer(fault, step)
+        return loss.reshape(()), weight, scalars
+
+    def _check_gradients(self) -> None:
+        if any(p.grad is None for p in self._trainable):
+            names = [n for n, p in self.job.model.named_parameters() if p.requires_grad and p.grad is None]
+            raise CheckError(
+                f"{len(names)} parameter{'s' if len(names) > 1 else ''} got no gradient: {', '.join(names[:8])}"
+                f"{', …' if len(names) > 8 else ''}. Use them in the forward pass, or freeze them with "
+                "`requires_grad_(False)` before the optimizer is made."
+            )
+
+    def _average_and_clip(self, group: Group, samples: int) -> float | None:
+        """Divide by the true sum of weights where that is not the number of samples; clip after averaging.
+
+        Returns the norm of the averaged gradient before clipping, or None on ranks that need not know it.
+        """
+        gradients = [p.grad for p in self._trainable]
+        if self._weight is not None:
+            total = float(self._weight.grad) * group.world_size
+            self._weight.grad = None
+            if total <= 0:
+                raise CheckError("The weights that `training_step` returned add up to 0 over the global batch.")
+            if abs(total / samples - 1.0) > 1e-6:
+                torch._foreach_mul_(gradients, samples / total)
+        clip = self.options["clip_norm"]
+        if clip is not None:
+            return float(torch.nn.utils.clip_grad_norm_(self._trainable, clip))
+        if group.torch_rank == 0:  # equal on all ranks, so one of them computes it
+            return float(torch.nn.utils.get_total_norm(gradients))
+        return None
+
+    def _evaluate(self, step: int) -> None:
+        """The user's `evaluate`, on one rank; the others wait in the next step. Its random draws leave no trace."""
+        model = self.job.model
+        random_state = state.RandomState(self.job.device)
+        training = [m for m in model.modules() if m.training]
+        model.eval()
+        try:
+            with torch.no_grad():
+                result = self.job.evaluate(model)
+            if not isinstance(result, dict):
+                raise CheckError(f"`evaluate` returned a {type(result).__name__}; it must return a dict of numbers.")
+            scalars = {str(k): cell.plain_number(v, str(k)) for k, v in result.items()}
+        finally:
+            for module in training:
+                module.training = True
+            random_state.restore()
+        self._link.report(["evaluated", self.rank, step, scalars, self.last_commit])
+
+    def _suffer(self, fault: Any, step: int) -> None:
+        """An injected failure is due. It is recorded by the supervisor before it takes effect."""
+        self._link.tell("fault_due", fault_id=fault.fault_id, step=step)
+        if fault.allowed.wait(5) and fault.kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    # --- the end, and looking in
+
+    def _finish(self, group: Group) -> None:
+        """Last step done: make the buffers equal (each rank has seen other samples), and tell the digest."""
+        buffers = list(self.job.model.buffers())
+        for buffer in buffers:
+            if group.world_size > 1:
+                dist.broadcast(buffer, 0)
+        digest = state.weights_digest(self.job.model)
+        self._link.tell("finished", generation=group.generation, digest=digest, commit=self.last_commit)
+
+    def _take_wanted_snapshot(self) -> None:
+        if self._orders.take_snapshot_wish():
+            self.take_weights()
+            self._link.tell("weights", step=self.weights_step)
+
+    def take_weights(self) -> None:
+        """Copy the model's state for the notebook, between two steps."""
+        self.weights = [
+            (name, str(t.dtype), list(t.shape), state.as_bytes(t).numpy().tobytes())
+            for name, t in self.job.model.state_dict().items()
+        ]
+        self.weights_step = self.committed
+
+    def _explain(self, error: BaseException, generation: int) -> dict[str, Any]:
+        """Whose fault the exception is: the user's code, or a peer that did not answer."""
+        text = str(error).lower()
+        collective = isinstance(error, (dist.DistError, RuntimeError)) and any(s in text for s in _COLLECTIVE_SIGNS)
+        aborted = self._group is not None and self._group.aborted and isinstance(error, RuntimeError)
+        step = self.in_flight if self.in_flight is not None else self.committed
+        details = cell.describe_error(error, step)
+        if isinstance(error, CheckError):
+            details["check"] = True
+        return {
+            "cause": "collective" if collective or aborted else "user",
+            "step": step,
+            "time": details["time"],
+            "error": details,
+        }

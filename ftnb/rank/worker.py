@@ -1,0 +1,104 @@
+"""The training thread: imports torch, then loads and trains one run after the other.
+
+The user's cell runs in this same thread, because what torch keeps per thread (default device, grad mode,
+number of threads) must hold for cell and training alike. The engine's main thread stays free for %%px.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ftnb.rank.agent import Agent
+
+
+def work(agent: Agent) -> None:
+    link = agent.new_link()
+    try:
+        started = time.time()
+        import torch
+        import torch._dynamo  # the first DDP imports it: seconds under load, better spent now
+        import torch.distributed
+
+        import ftnb.rank.loop  # noqa: F401
+    except Exception as error:
+        link.tell("broken", reason=f"{type(error).__name__}: {error}")
+        raise
+    # ipyparallel makes the shell when the controller has let this engine in.
+    from IPython.core.interactiveshell import InteractiveShell
+
+    while not InteractiveShell.initialized():
+        time.sleep(0.02)
+    link.tell(
+        "warm", import_s=time.time() - started, torch=torch.__version__,
+        num_gpus=torch.cuda.device_count() if torch.cuda.is_available() else 0,
+    )
+    agent.phase = "idle"
+    while True:
+        message = agent.next_work()
+        try:
+            _run(agent, link, message)
+        except Exception as error:  # ftnb's own fault; the supervisor must hear of it
+            from ftnb.rank import cell
+
+            link.tell("broken", reason=f"internal error: {cell.describe_error(error)['traceback']}")
+        finally:
+            agent.phase = "idle"
+
+
+def _run(agent: Agent, link: Any, message: dict[str, Any]) -> None:
+    """Load one run's cell, answer whether it can be trained, and train it."""
+    import cloudpickle
+    import torch
+    from IPython import get_ipython
+    from IPython.core.interactiveshell import InteractiveShell
+
+    from ftnb.errors import CheckError
+    from ftnb.rank import cell, output
+    from ftnb.rank.loop import Training
+
+    options = message["options"]
+    agent.orders.reset()
+    agent.last_training = None
+    agent.phase = "loading"
+    output.capture(link.log)
+    shell = get_ipython() or InteractiveShell.instance()
+    namespace = shell.user_ns
+    device = torch.device("cuda", message["gpu"]) if message["backend"] == "nccl" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    torch.set_num_threads(message["threads"])
+    try:
+        cell.apply_paths(message["cwd"], message["sys_path"])
+        names = cloudpickle.loads(message["names"]) if message.get("names") else {}
+        cell.run_cell(message["cell"], namespace, names, options["seed"])
+        job = cell.check(namespace, options, device, message["world_size"])
+        signature = cell.signature(job)
+        training = Training(job, {**options, **_lengths(job, options)}, agent.rank, message["backend"], link, agent.orders)
+    except CheckError as error:
+        link.tell("loaded", run=message["run"], ok=False, kind="check", error={"evalue": str(error)})
+        return
+    except (Exception, KeyboardInterrupt, SystemExit) as error:
+        link.tell("loaded", run=message["run"], ok=False, kind="cell", error=cell.describe_error(error))
+        return
+    agent.training = training
+    agent.phase = "training"
+    try:
+        link.tell(
+            "loaded", run=message["run"], ok=True, signature=signature,
+            total_steps=training.total_steps, dataset_len=job.dataset_len,
+        )
+        training.run()
+    finally:
+        agent.training = None
+        agent.last_training = training
+        torch.set_grad_enabled(True)
+
+
+def _lengths(job: Any, options: dict[str, Any]) -> dict[str, int]:
+    from ftnb.core import sampler
+
+    per_epoch = sampler.steps_per_epoch(job.dataset_len, options["global_batch"])
+    steps = options["steps"] if options.get("steps") else options["epochs"] * per_epoch
+    return {"total_steps": steps}

@@ -1,0 +1,54 @@
+"""The table of ranks: one slot per rank, whoever fills it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ftnb.core.detector import Heartbeats
+from ftnb.wire import proc
+
+BEAT_S = 0.1
+
+
+@dataclass
+class Slot:
+    """What the supervisor knows of one rank. `state` as in the design: starting, idle, training, …"""
+
+    rank: int
+    state: str = "starting"
+    process: proc.ProcessId | None = None
+    host: str | None = None
+    agent: bytes | None = None  # socket identity of its agent thread
+    num_gpus: int = 0
+    gpu: int | None = None
+    torch: str | None = None
+    step: int | None = None
+    heartbeats: Heartbeats = field(default_factory=lambda: Heartbeats(BEAT_S))
+    num_reports: int = 0  # read from its report socket so far
+    answered: float = 0.0  # monotonic time of the last "beat_seen" sent to it
+    last_sign: float = 0.0  # wall clock of its last message of any kind
+    fault_time: float | None = None  # when an injected fault took effect
+    problem: str | None = None  # why it is failed
+
+    @property
+    def alive(self) -> bool:
+        return self.state in ("starting", "idle", "training", "suspect")
+
+    @property
+    def usable(self) -> bool:
+        return self.state in ("idle", "training", "suspect")
+
+    def status(self, now: float) -> dict[str, Any]:
+        age, phi = self.heartbeats.age_s(now), self.heartbeats.phi(now)
+        return {
+            "rank": self.rank,
+            "engine": self.rank,
+            "pid": self.process.pid if self.process else None,
+            "host": self.host,
+            "state": self.state,
+            "step": self.step,
+            "heartbeat_age_s": round(age, 3) if age is not None and self.alive else None,
+            "phi": round(phi, 2) if phi is not None and self.alive else None,
+            "problem": self.problem,
+        }

@@ -1,0 +1,156 @@
+"""Starting a run: missing ranks are started again, every rank runs the cell, all must agree."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ftnb.core import checks
+from ftnb.errors import CellError, CheckError, ClusterError, RunError, from_wire
+from ftnb.supervisor.recorder import new_run_directory
+from ftnb.supervisor.runs import ActiveRun
+from ftnb.wire import paths
+
+if TYPE_CHECKING:
+    from ftnb.supervisor.server import Supervisor
+
+# Mistakes show in the first step; the cell waits for it, but not for a slow one (compilation, say).
+FIRST_STEP_S = 3.0
+
+
+async def start(supervisor: Supervisor, request: dict[str, Any]) -> dict[str, Any]:
+    """Carry out a client's `train` request; nothing is changed when it raises."""
+    if supervisor.state == "failed":
+        raise from_wire(supervisor.error or {})
+    if supervisor.state == "starting":
+        raise ClusterError("The cluster is still starting; try again when %ft_cluster status says idle.")
+    going = supervisor.run
+    if supervisor.training_task_active or (going is not None and not going.is_over):
+        which = f"Run {going.name!r} is going on (step {going.step} of {going.total_steps})" if going else "A run is"
+        if supervisor.training_task_active:
+            which = "A run is just being started"
+        raise RunError(f"{which}; one at a time. Wait for it with %ft_wait, or end it with %ft_stop.")
+    paths.check_name(request["options"]["name"], "run")
+    supervisor.training_task_active = True
+    try:
+        return await _start(supervisor, request)
+    finally:
+        supervisor.training_task_active = False
+
+
+async def _start(supervisor: Supervisor, request: dict[str, Any]) -> dict[str, Any]:
+    options, notes = request["options"], []
+    missing = [rank for rank, slot in supervisor.ranks.items() if not slot.usable]
+    if missing:
+        await supervisor.start_ranks(missing)
+        notes.append(
+            f"Rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} had been lost and "
+            f"{'were' if len(missing) > 1 else 'was'} started again."
+        )
+    members = sorted(supervisor.ranks)
+    answers, output = await _load(supervisor, request, members)
+    signatures = {rank: answer["signature"] for rank, answer in answers.items()}
+    if problem := checks.difference(signatures):
+        _drop(supervisor, members)
+        raise CheckError(problem)
+    first = answers[members[0]]
+    cwd = Path(request["cwd"])
+    try:
+        directory = new_run_directory(cwd / "ftnb_runs", options["name"])
+    except OSError as error:
+        _drop(supervisor, members)
+        raise RunError(f"The run directory cannot be made below {cwd / 'ftnb_runs'}: {error.strerror}.") from None
+    run = supervisor.run = ActiveRun(
+        supervisor, name=directory.name, directory=directory, options=options, cell=request["cell"],
+        dataset_len=first["dataset_len"], total_steps=first["total_steps"], members=members,
+        versions=supervisor.versions(),
+    )
+    for rank, lines in output.items():
+        for line in lines:
+            run.log(rank, run.started, line)
+    await run.wait(lambda: run.is_over or run.step >= 1, FIRST_STEP_S)
+    if run.state == "failed":
+        raise run_error(run)
+    return {
+        "run": run.name, "directory": str(run.directory), "total_steps": run.total_steps,
+        "dataset_len": run.dataset_len, "notes": notes, "output": _grouped(output),
+    }
+
+
+async def _load(
+    supervisor: Supervisor, request: dict[str, Any], members: list[int]
+) -> tuple[dict[int, dict[str, Any]], dict[int, list[str]]]:
+    """Every rank runs the cell; returns their answers and what each of them printed."""
+    loop = asyncio.get_running_loop()
+    backend = supervisor.backend()
+    supervisor.loads = {rank: loop.create_future() for rank in members}
+    supervisor.load_output = {}
+    try:
+        for rank in members:
+            message = {
+                "run": request["options"]["name"], "cell": request["cell"], "options": request["options"],
+                "cwd": request["cwd"], "sys_path": request["sys_path"], "backend": backend,
+                "gpu": supervisor.ranks[rank].gpu, "threads": supervisor.threads, "world_size": len(members),
+            }
+            if request.get("names"):
+                message["names"] = request["names"]
+            supervisor.tell_rank(rank, "load", **message)
+        answers = {rank: await supervisor.loads[rank] for rank in members}
+    finally:
+        supervisor.loads = {}
+        output, supervisor.load_output = supervisor.load_output or {}, None
+    if bad := {rank: answer for rank, answer in answers.items() if not answer["ok"]}:
+        _drop(supervisor, [rank for rank in members if rank not in bad])
+        raise _load_error(bad, len(members))
+    return answers, output
+
+
+def _drop(supervisor: Supervisor, ranks: list[int]) -> None:
+    for rank in ranks:
+        supervisor.tell_rank(rank, "drop")
+
+
+def _load_error(bad: dict[int, dict[str, Any]], num_ranks: int) -> CellError | CheckError | ClusterError:
+    """One error for what one or more ranks answered: the same thing said four times is said once."""
+    first = bad[min(bad)]
+    error = first["error"]
+    ranks = sorted(r for r, a in bad.items() if _key(a) == _key(first))
+    where = "all ranks" if len(ranks) == num_ranks and num_ranks > 1 else f"rank {', '.join(map(str, ranks))}"
+    if first["kind"] == "died":
+        return ClusterError(
+            f"Rank {ranks[0]} ended while it ran the cell: {error['evalue']}. The other ranks are unharmed; the next "
+            "%%ft_train starts it again."
+        )
+    if first["kind"] == "check":
+        return CheckError(error["evalue"] if len(ranks) == num_ranks else f"On {where}: {error['evalue']}")
+    line = f" in line {error['lineno']} of the cell" if error["lineno"] else ""
+    text = f"{error['etype']}: {error['evalue']}".rstrip(": ")
+    return CellError(f"{text}\n(raised{line}, on {where}; the engines are unharmed, look at them with %%px)", **{
+        "ranks": ranks, **{k: error[k] for k in ("etype", "evalue", "lineno", "step", "traceback")},
+    })
+
+
+def _key(answer: dict[str, Any]) -> tuple[Any, ...]:
+    error = answer["error"]
+    return answer["kind"], error.get("etype"), error.get("evalue"), error.get("lineno")
+
+
+def run_error(run: ActiveRun) -> CellError | CheckError | RunError:
+    """Why the run failed, as the exception to raise in the notebook."""
+    error = run.error
+    if not error:
+        return RunError(run.reason)
+    if error.get("check"):
+        return CheckError(error["evalue"])
+    keys = ("ranks", "etype", "evalue", "lineno", "step", "traceback", "rank")
+    return CellError(run.reason, **{k: error.get(k) for k in keys})
+
+
+def _grouped(output: dict[int, list[str]]) -> list[list[Any]]:
+    """What the ranks printed, the same text once: [[ranks, text], …]."""
+    by_text: dict[str, list[int]] = defaultdict(list)
+    for rank in sorted(output):
+        by_text["\n".join(output[rank])].append(rank)
+    return [[ranks, text] for text, ranks in by_text.items() if text]

@@ -1,0 +1,59 @@
+"""Where a cluster keeps its private files: one directory per cluster name, readable by its owner only."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from ftnb.errors import UsageError
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+def check_name(name: str, what: str = "cluster") -> str:
+    """Return `name` when it can be a directory name, else raise `UsageError`."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or ".." in name:
+        raise UsageError(
+            f"{name!r} cannot be the name of a {what}: use letters, digits, '.', '_' and '-', "
+            "beginning with a letter or digit, 64 characters at most."
+        )
+    return name
+
+
+def runtime_dir() -> Path:
+    """The directory of all clusters of this user on this machine.
+
+    `FTNB_RUNTIME_DIR` overrides it; `XDG_RUNTIME_DIR` (private, emptied at log-out) is taken where it is
+    writable; else the user's state directory.
+    """
+    if explicit := os.environ.get("FTNB_RUNTIME_DIR"):
+        return Path(explicit)
+    xdg = os.environ.get("XDG_RUNTIME_DIR")
+    if xdg and os.access(xdg, os.W_OK):
+        return Path(xdg) / "ftnb"
+    return Path.home() / ".local" / "state" / "ftnb"
+
+
+def cluster_dir(name: str) -> Path:
+    return runtime_dir() / "clusters" / check_name(name)
+
+
+def connection_file(name: str) -> Path:
+    return cluster_dir(name) / "connection.json"
+
+
+def make_private_dir(path: Path) -> Path:
+    """Create `path` (and its parents) with mode 0700; an existing last component is tightened to it."""
+    path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    os.chmod(path, 0o700)
+    return path
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write `text` so that the file is never, not even briefly, readable by others, nor half written."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(fd, "w") as f:
+        f.write(text)
+    os.replace(temporary, path)

@@ -1,0 +1,123 @@
+"""Processes by pid *and* start time, so that a reused pid is never mistaken for one of ours."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+
+@dataclass(frozen=True)
+class ProcessId:
+    """A process of this machine: its pid and its start time as the kernel gives it (opaque)."""
+
+    pid: int
+    started: str
+
+    def is_alive(self) -> bool:
+        """True while this very process runs; a zombie (dead, not yet waited for) counts as gone."""
+        return start_time(self.pid) == self.started and not _is_zombie(self.pid)
+
+    def signal(self, signum: int) -> bool:
+        """Send `signum` to this very process; False when it is gone."""
+        if start_time(self.pid) != self.started:
+            return False
+        try:
+            os.kill(self.pid, signum)
+        except ProcessLookupError:
+            return False
+        return True
+
+
+def identify(pid: int) -> ProcessId | None:
+    started = start_time(pid)
+    return None if started is None else ProcessId(pid, started)
+
+
+def start_time(pid: int) -> str | None:
+    """Start time of `pid`, or None when there is no such process.
+
+    From `/proc` in clock ticks since boot, which unlike psutil's value does not move when somebody sets
+    the clock; psutil where there is no `/proc`.
+    """
+    fields = _stat(pid)
+    if fields is not None:
+        return fields[19]
+    if Path("/proc/self/stat").exists():
+        return None
+    try:
+        return str(psutil.Process(pid).create_time())
+    except psutil.NoSuchProcess:
+        return None
+
+
+def session_members(session_id: int) -> list[ProcessId]:
+    """All processes whose session is `session_id` (a rank leads its own session, so: it and what it started)."""
+    members = []
+    for pid in psutil.pids():
+        try:
+            if os.getsid(pid) == session_id and (found := identify(pid)):
+                members.append(found)
+        except (ProcessLookupError, PermissionError):
+            continue
+    return members
+
+
+def kill_session(session_id: int) -> int:
+    """SIGKILL every process of the session; returns how many were told. Works on stopped processes too."""
+    told = 0
+    for member in session_members(session_id):
+        with contextlib.suppress(PermissionError):
+            told += member.signal(signal.SIGKILL)
+    return told
+
+
+def describe_exit(status: int | None) -> tuple[str, str]:
+    """Exit status as Popen gives it (negative: signal) in words.
+
+    Returns (failure, words), failure being one of "kill", "crash", "exit", "unknown": *kill* came from
+    outside, *crash* is a fault of the program itself.
+    """
+    if status is None:
+        return "unknown", "it ended (exit status unknown)"
+    if status >= 0:
+        return "exit", f"it exited with code {status}" + (" (a clean exit)" if status == 0 else "")
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:
+        name = f"signal {-status}"
+    words = {
+        "SIGKILL": "it was killed (SIGKILL: by somebody, or by the kernel when memory ran out)",
+        "SIGTERM": "it was told to end (SIGTERM)",
+        "SIGINT": "it was interrupted (SIGINT)",
+        "SIGSEGV": "it crashed in native code (SIGSEGV: invalid memory access)",
+        "SIGABRT": "it aborted in native code (SIGABRT)",
+        "SIGBUS": "it crashed in native code (SIGBUS: often a full /dev/shm or a truncated file)",
+        "SIGFPE": "it crashed in native code (SIGFPE: arithmetic error)",
+        "SIGILL": "it crashed in native code (SIGILL: instruction unknown to this processor)",
+    }.get(name, f"it was ended by {name}")
+    crash = name in {"SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGTRAP", "SIGSYS"}
+    return ("crash" if crash else "kill"), words
+
+
+def _stat(pid: int) -> list[str] | None:
+    """Fields of /proc/<pid>/stat from the third on (the second, the name, may contain anything)."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError, NotADirectoryError):
+        return None
+    return text[text.rindex(")") + 2 :].split()
+
+
+def _is_zombie(pid: int) -> bool:
+    fields = _stat(pid)
+    if fields is not None:
+        return fields[0] in "ZX"
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True

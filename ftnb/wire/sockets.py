@@ -1,0 +1,76 @@
+"""Encrypted, authenticated sockets (CurveZMQ).
+
+The supervisor's public key proves the supervisor; one key pair, kept in the connection file that only its
+owner can read, proves everybody else. Without that pair a stranger on the same machine gets no word in.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import zmq
+
+# ZeroMQ's I/O thread answers these even while Python holds the interpreter lock.
+HEARTBEAT_INTERVAL_MS = 500
+HEARTBEAT_TIMEOUT_MS = 5000
+
+
+@dataclass(frozen=True)
+class Connection:
+    """Contents of a connection file: where the supervisor listens, and the keys to be let in."""
+
+    name: str
+    pid: int
+    pid_started: str
+    host: str
+    client_port: int
+    rank_port: int
+    report_port: int
+    server_key: str
+    peer_public_key: str
+    peer_secret_key: str
+    version: str
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+    @classmethod
+    def load(cls, path: Path) -> Connection:
+        return cls(**json.loads(path.read_text()))
+
+    def url(self, port: int) -> str:
+        return f"tcp://{self.host}:{port}"
+
+
+def server_socket(context: zmq.Context, kind: int, secret_key: bytes, public_key: bytes) -> zmq.Socket:
+    sock = context.socket(kind)
+    _common(sock)
+    sock.curve_server = True
+    sock.curve_secretkey = secret_key
+    sock.curve_publickey = public_key
+    sock.zap_domain = b"ftnb"
+    return sock
+
+
+def peer_socket(context: zmq.Context, kind: int, connection: Connection, port: int, identity: bytes = b""):
+    """A socket of `kind` connected to the supervisor's `port`."""
+    sock = context.socket(kind)
+    _common(sock)
+    if identity:
+        sock.identity = identity
+    sock.curve_serverkey = connection.server_key.encode()
+    sock.curve_publickey = connection.peer_public_key.encode()
+    sock.curve_secretkey = connection.peer_secret_key.encode()
+    sock.connect(connection.url(port))
+    return sock
+
+
+def _common(sock: zmq.Socket) -> None:
+    sock.linger = 0
+    sock.sndhwm = 0
+    sock.rcvhwm = 0
+    sock.heartbeat_ivl = HEARTBEAT_INTERVAL_MS
+    sock.heartbeat_timeout = HEARTBEAT_TIMEOUT_MS
+    sock.tcp_keepalive = 1

@@ -1,0 +1,207 @@
+"""Text and HTML twins, and the live display without a front end."""
+
+from __future__ import annotations
+
+import io
+import threading
+
+import pytest
+
+from ftnb.display import live as live_module
+from ftnb.display.events import events_table
+from ftnb.display.live import Live, Output, Terminal
+from ftnb.display.status import cluster_status, run_status, starting_cluster
+from ftnb.display.table import Shown, seconds
+from ftnb.errors import ClusterError
+
+RANKS = [
+    {
+        "rank": rank,
+        "engine": k,
+        "pid": 10 + k,
+        "host": "box",
+        "state": state,
+        "step": step,
+        "heartbeat_age_s": age,
+    }
+    for k, (rank, state, step, age) in enumerate(
+        [(0, "training", 50, 0.02), (1, "failed", 49, 9.0), (None, "spare", None, None)]
+    )
+]
+INFO = {
+    "run": "run", "state": "running", "step": 50, "total_steps": 200, "epoch": 2, "loss": 0.25,
+    "steps_per_s": 99.6, "generation": 2, "world_size": 3, "num_ranks": 4, "global_batch": 32, "failures": 1,
+    "elapsed_s": 0.5, "eta_s": 1.5, "goodput": 0.97, "ranks": RANKS, "recent": ["rank 1 was <killed>"],
+    "error": None, "reason": "",
+}  # fmt: skip
+
+
+def test_run_status_in_text():
+    lines = run_status(INFO).text.splitlines()
+    assert lines[0] == "Run run: running"
+    assert lines[1] == "[########......................] step 50 of 200"
+    assert lines[2] == (
+        "loss 0.25 · epoch 2 · world size 3 of 4 · generation 2 · global batch 32 · 1 rank lost"
+    )
+    assert lines[3] == "500 ms · 99.6 steps/s · about 1.5 s left · goodput 97%"
+    assert lines[-1] == "- rank 1 was <killed>"
+    assert any("failed" in line and line.startswith("1 ") for line in lines)
+
+
+def test_run_status_in_html_says_the_same_and_escapes():
+    html = run_status(INFO).html
+    assert "&lt;killed&gt;" in html and "<killed>" not in html
+    for words in ("step 50 of 200", "world size 3 of 4", "width:25.0%", "training"):
+        assert words in html
+
+
+def test_a_failed_run_shows_the_users_traceback_once():
+    error = {"type": "CellError", "message": "rank 2 raised", "details": {"traceback": "line 7\n  bad()\n"}}
+    shown = run_status(INFO | {"state": "failed", "error": error})
+    assert shown.text.count("bad()") == 1
+    assert shown.text.endswith("CellError: rank 2 raised")
+    assert shown.html.count("bad()") == 1
+
+
+def test_what_is_not_known_yet_is_left_out():
+    bare = {"run": "run", "state": "starting", "step": None, "total_steps": None, "loss": None}
+    assert run_status(bare).text == "Run run: starting\n[..............................] step 0\n\n"
+
+
+def test_cluster_status():
+    status = {
+        "supervisor_pid": 9,
+        "state": "running",
+        "generation": 2,
+        "world_size": 3,
+        "run": "run",
+        "ranks": RANKS,
+    }
+    shown = cluster_status(status, "mine")
+    assert "Cluster mine: running" in shown.text
+    assert "spare" in shown.text and "spare" in shown.html
+    assert "no ranks" in cluster_status(status | {"ranks": []}, "mine").text
+
+
+def test_starting_cluster_counts_the_ranks_that_answered():
+    ranks = [{"state": "idle"}, {"state": "starting"}]
+    status = {"ranks": ranks, "num_ranks": 2, "elapsed_s": 3.2}
+    assert "1 of 2 ranks ready" in starting_cluster(status, "mine").text
+    assert "2 ranks are ready" in starting_cluster(status | {"ranks": [{"state": "idle"}] * 2}, "mine").text
+
+
+@pytest.mark.parametrize(
+    "value, text",
+    [
+        (None, "–"),
+        (0.0345, "34 ms"),
+        (4.25, "4.2 s"),
+        (200, "3 min 20 s"),
+        (7500, "2 h 5 min"),
+        (59.99, "60.0 s"),
+    ],
+)
+def test_lengths_of_time(value, text):
+    assert seconds(value) == text
+
+
+def test_events_in_words():
+    events = [
+        {"time": 100.0, "kind": "run_started", "generation": 1, "reason": "4 ranks"},
+        {
+            "time": 101.25,
+            "kind": "rank_failed",
+            "generation": 1,
+            "rank": 2,
+            "step": 7,
+            "reason": "it <was> killed",
+        },
+    ]
+    shown = events_table(events)
+    assert shown.text.splitlines()[2].split()[:6] == ["+1.250", "s", "rank", "failed", "2", "7"]
+    assert "&lt;was&gt;" in shown.html
+    assert events_table([]).text == "No events yet."
+
+
+class Recorder(Output):
+    def __init__(self):
+        self.shown: list[str] = []
+        self.threads: set[str] = set()
+
+    def show(self, content):
+        self.shown.append(content.text)
+        self.threads.add(threading.current_thread().name)
+
+
+def follow(states, monkeypatch):
+    """Follow the given states without real waiting; an exception among them is raised."""
+    monkeypatch.setattr(live_module, "MIN_INTERVAL_S", 0)
+    left = list(states)
+
+    def fetch():
+        state = left.pop(0)
+        if isinstance(state, Exception):
+            raise state
+        return state
+
+    output = Recorder()
+    live = Live(
+        fetch, lambda s: Shown(f"<{s}>", f"<{s}>"), lambda s: s == "end", output, interval_s=0
+    ).start()
+    live.join(5)
+    return output
+
+
+def test_live_shows_the_first_state_at_once_and_ends_with_the_last(monkeypatch):
+    output = follow(["one", "two", "end", "never"], monkeypatch)
+    assert output.shown == ["<one>", "<two>", "<end>"]
+    assert output.threads == {threading.current_thread().name, "ftnb-live"}
+
+
+def test_a_lost_cluster_is_said_below_the_last_state(monkeypatch):
+    output = follow(["one", ClusterError("the supervisor is gone")], monkeypatch)
+    assert output.shown == ["<one>", "<one>\n\nthe supervisor is gone"]
+
+
+def test_a_fault_of_the_display_is_shown_and_logged(monkeypatch, caplog):
+    output = follow(["one", KeyError("oops")], monkeypatch)
+    assert "KeyError: 'oops'" in output.shown[-1]
+    assert "the live status has ended" in caplog.text
+
+
+def test_stopping_a_live_display_ends_its_thread():
+    live = Live(lambda: "on", lambda s: Shown(s, s), lambda s: False, Recorder()).start()
+    live.stop()
+    assert not live._thread.is_alive()
+
+
+def test_updates_are_at_most_five_a_second():
+    assert (
+        Live(lambda: 0, lambda s: Shown("", ""), lambda s: True, Recorder(), interval_s=0)._interval_s >= 0.2
+    )
+
+
+def test_output_is_silent_without_a_front_end(capsys):
+    Output().show(Shown("text", "html"))
+    assert capsys.readouterr().out == ""
+
+
+class Screen(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_terminal_is_redrawn_in_place():
+    screen = Screen()
+    terminal = Terminal(screen)
+    terminal.show("a\nb")
+    terminal.show("c")
+    assert screen.getvalue() == "a\nb\n\x1b[2F\x1b[Jc\n"
+
+
+def test_a_file_gets_a_line_per_tenth():
+    stream = io.StringIO()
+    terminal = Terminal(stream)
+    for step in range(101):
+        terminal.show("long text", step / 100, f"step {step}")
+    assert stream.getvalue().splitlines() == [f"step {step}" for step in range(0, 101, 10)]

@@ -1,0 +1,8 @@
+"""The scripted supervisor of the client's tests serves here, too."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "client"))
