@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from ftnb.client.faults import check_fault
 from ftnb.core.report import Report, build_report
-from ftnb.errors import ClusterError, NoClusterError, RunError, UsageError
+from ftnb.errors import (
+    CellError,
+    CheckError,
+    ClusterError,
+    FtnbError,
+    NoClusterError,
+    RunError,
+    UsageError,
+)
 
 if TYPE_CHECKING:
     from ftnb.client.session import Session
@@ -23,11 +31,19 @@ _UNKNOWN_THERE = (NoClusterError, ClusterError, RunError)
 _WAIT_SLICE_S = 0.5  # how long the supervisor may hold one `wait` request
 
 
-class WaitInterrupted(KeyboardInterrupt):
-    """Ctrl-C while waiting: only the waiting has stopped. Shown in a notebook without a traceback."""
+class _OnlyTheWaiting:
+    """Ctrl-C while waiting has stopped the waiting. Shown in a notebook as one line, without a traceback."""
 
     def _render_traceback_(self) -> list[str]:
         return [f"Interrupted: {self}"]
+
+
+class WaitInterrupted(_OnlyTheWaiting, KeyboardInterrupt):
+    """The waiting of `run.wait()`."""
+
+
+class WaitCancelled(_OnlyTheWaiting, asyncio.CancelledError):
+    """The waiting of `await run`, which the kernel's event loop cancels."""
 
 
 class Run:
@@ -91,10 +107,7 @@ class Run:
             while not self._wait_slice(deadline):
                 pass
         except KeyboardInterrupt:
-            raise WaitInterrupted(
-                f"stopped waiting for run {self.name!r}; the training goes on. Wait again with %ft_wait "
-                "(or run.wait()), end it with %ft_stop (or run.stop())."
-            ) from None
+            raise WaitInterrupted(self._goes_on()) from None
         return self.report()
 
     def __await__(self) -> Generator[Any, None, Report]:
@@ -102,9 +115,18 @@ class Run:
 
     async def _wait_async(self) -> Report:
         # The waiting is done in a thread, so that the kernel's event loop stays free for widgets.
-        while not await asyncio.to_thread(self._wait_slice, None):
-            pass
-        return await asyncio.to_thread(self.report)
+        try:
+            while not await asyncio.to_thread(self._wait_slice, None):
+                pass
+            return await asyncio.to_thread(self.report)
+        except asyncio.CancelledError:
+            raise WaitCancelled(self._goes_on()) from None
+
+    def _goes_on(self) -> str:
+        return (
+            f"stopped waiting for run {self.name!r}; the training goes on. Wait again with %ft_wait "
+            "(or run.wait()), end it with %ft_stop (or run.stop())."
+        )
 
     def _wait_slice(self, deadline: float | None) -> bool:
         """Wait a little; whether the run has ended."""
@@ -201,6 +223,17 @@ class Run:
         # By text, so that neither side has to be able to import the other's modules for this.
         take = "__import__('ftnb.rank.export', fromlist=['take_weights']).take_weights()"
         return {name: _tensor(*packed) for name, *packed in view.apply_sync(eval, take)}
+
+
+def failure(info: dict[str, Any]) -> FtnbError:
+    """What ended a failed run, as the exception to raise: the user's own error, if it was one."""
+    error = info.get("error")
+    if not error:
+        return RunError(info["reason"])
+    if error.get("check"):
+        return CheckError(error["evalue"])
+    known = ("ranks", "etype", "evalue", "lineno", "step", "traceback")
+    return CellError(info["reason"], **{key: error.get(key) for key in known})
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

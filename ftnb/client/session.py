@@ -36,7 +36,7 @@ START_OPTIONS = (
 
 # The sessions of this process, so that starting the same cluster twice gives the same session.
 _sessions: dict[str, Session] = {}
-_sessions_lock = threading.RLock()
+_sessions_lock = threading.Lock()
 
 
 class Session:
@@ -78,33 +78,31 @@ class Session:
                  "threads": threads, "linger_s": linger_s, "keep": keep}  # fmt: skip
         checked = {option.keyword: option.checked(given[option.keyword]) for option in START_OPTIONS}
         _refuse_later(num_spares, engines)
-        with _sessions_lock:
-            existing = _living(checked["name"])
-            if existing is not None:
-                show(existing.already_runs(num_ranks))
-                return existing
-            if launch.running(name):
-                raise ClusterError(
-                    f"A cluster named {name!r} is running already, started from elsewhere. Use it with "
-                    f"%ft_cluster attach {name} (ftnb.Session.attach({name!r})), or start another one with "
-                    "%ft_cluster start --name NAME."
-                )
-            room = container.look()
-            if num_ranks is None:
-                checked["num_ranks"] = container.default_num_ranks(room)
-            else:
-                container.refuse_more_than_fit(room, num_ranks)
-            if threads is None:
-                checked["threads"] = container.default_threads(room, checked["num_ranks"])
-            connection, process = launch.start(launch.Plan(**checked), progress or _Printed(show))
-            return _register(cls(connection, process))
+        existing = _living(checked["name"])
+        if existing is not None:
+            show(existing.already_runs(num_ranks))
+            return existing
+        if launch.running(name):
+            raise ClusterError(
+                f"A cluster named {name!r} is running already, started from elsewhere. Use it with "
+                f"%ft_cluster attach {name} (ftnb.Session.attach({name!r})), or start another one with "
+                "%ft_cluster start --name NAME."
+            )
+        room = container.look()
+        if num_ranks is None:
+            checked["num_ranks"] = container.default_num_ranks(room)
+        else:
+            container.refuse_more_than_fit(room, num_ranks)
+        if threads is None:
+            checked["threads"] = container.default_threads(room, checked["num_ranks"])
+        connection, process = launch.start(launch.Plan(**checked), progress or _Printed(show))
+        return _register(cls(connection, process))
 
     @classmethod
     def attach(cls, name: str = "default") -> Session:
         """Connect to a cluster that runs already, for instance after a restart of the kernel."""
         paths.check_name(name)
-        with _sessions_lock:
-            return _living(name) or _register(cls(launch.attach(name)))
+        return _living(name) or _register(cls(launch.attach(name)))
 
     def stop(self) -> None:
         """End the training, the ranks and the supervisor; returns when they are gone. Harmless twice."""
@@ -283,15 +281,17 @@ def _refuse_later(num_spares: int, engines: str) -> None:
 
 
 def _living(name: str) -> Session | None:
-    session = _sessions.get(name)
-    if session is not None and not session.alive:
-        del _sessions[name]
-        return None
-    return session
+    with _sessions_lock:
+        session = _sessions.get(name)
+        if session is not None and not session.alive:
+            del _sessions[name]
+            return None
+        return session
 
 
 def _register(session: Session) -> Session:
-    _sessions[session.name] = session
+    with _sessions_lock:
+        _sessions[session.name] = session
     return session
 
 

@@ -21,16 +21,8 @@ def events_table(events: Sequence[Mapping[str, Any]]) -> Shown:
             event["kind"].replace("_", " "),
             event.get("rank"),
             event.get("step"),
-            _words(event),
+            " ".join(str(event.get("reason") or "").split()),
         ]
         for event in events
     ]
     return Shown("\n".join(text_table(_HEADER, rows)), html_table(_HEADER, rows))
-
-
-def _words(event: Mapping[str, Any]) -> str:
-    """The event's reason on one line; for a recovery its duration as well."""
-    reason = " ".join(str(event.get("reason") or "").split())
-    if event["kind"] == "recovered" and event.get("mttr_s") is not None and " s" not in reason:
-        reason = f"{reason} (after {event['mttr_s']:.3f} s)".strip()
-    return reason

@@ -58,13 +58,8 @@ def run_html(info: Mapping[str, Any]) -> str:
 
 
 def error_text(info: Mapping[str, Any]) -> str:
-    """The error that ended a run: the user's own traceback, once, and what it means."""
-    error = info.get("error")
-    if not error:
-        return ""
-    trace = str((error.get("details") or {}).get("traceback") or "").rstrip()
-    message = f"{error.get('type', 'Error')}: {error.get('message', '')}"
-    return f"{trace}\n\n{message}" if trace else message
+    """The user's own traceback, if that is what ended the run; what it means is said by the run's reason."""
+    return str((info.get("error") or {}).get("traceback") or "").rstrip()
 
 
 def cluster_status(status: Mapping[str, Any], name: str = "default") -> Shown:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from ftnb.client.options import LATER_TRAIN_KEYWORDS, TRAIN_OPTIONS, check_train_options, later_flags
-from ftnb.errors import RunError, UsageError, from_wire
+from ftnb.client.run import failure
+from ftnb.display.live import has_front_end
+from ftnb.errors import UsageError
 from ftnb.magics import current
 from ftnb.magics.arguments import Command, parse
 
@@ -36,11 +38,10 @@ def run(line: str, cell: str | None = None) -> None:
     training = session.train(source, **parsed.values)
     current.put_in_notebook("run", training)
     live = current.follow(training)
+    if not has_front_end():
+        print(f"Run {training.name!r} trains in the background: %ft_status, %ft_wait, %ft_stop.")
     if wait:
         report = training.wait()
         live.join(2)
         if report.state == "failed":
-            info = training.info()
-            if info.get("error"):
-                raise from_wire(info["error"])
-            raise RunError(report.reason)
+            raise failure(training.info())

@@ -28,19 +28,19 @@ class WorkLink:
         self._orders = orders
         self._ids = itertools.count(1)
         self._owner_pid = os.getpid()
-        self._num_reports = 0
+        self.num_reports = 0
         identity = f"work-{rank}-{os.getpid()}".encode()
         self._control = sockets.peer_socket(context, zmq.DEALER, connection, connection.rank_port, identity)
         self._reports = sockets.peer_socket(context, zmq.PUSH, connection, connection.report_port)
 
     def tell(self, op: str, **fields: Any) -> None:
         # The number of reports lets the supervisor read all of those first: two sockets keep no common order.
-        message = {"op": op, "rank": self.rank, "pid": self._owner_pid, "reports": self._num_reports, **fields}
+        message = {"op": op, "rank": self.rank, "pid": self._owner_pid, "reports": self.num_reports, **fields}
         self._control.send_multipart(messages.encode(message))
 
     def report(self, record: list[Any]) -> None:
         """One step record; see `Supervisor._report` for its fields."""
-        self._num_reports += 1
+        self.num_reports += 1
         self._reports.send(json.dumps(record).encode())
 
     def log(self, text: str) -> None:

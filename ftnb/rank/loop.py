@@ -63,6 +63,10 @@ class Training:
             min_real=2 if job.has_batchnorm else 1,
         )
 
+    @property
+    def num_reports(self) -> int:
+        return self._link.num_reports
+
     # --- generations
 
     def abort(self) -> None:

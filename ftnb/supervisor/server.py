@@ -267,7 +267,9 @@ class Supervisor:
     def _beat(self, slot: Slot, message: dict[str, Any]) -> None:
         slot.heartbeats.beat(time.monotonic())
         slot.step = message["step"] if message["step"] is not None else slot.step
-        if self.run is not None and not self.run.is_over:
+        # A commit is told again by the beat, should the rank be stuck before its next report. It must not
+        # overtake reports of earlier steps: the first step after a failure would be missed.
+        if self.run is not None and not self.run.is_over and slot.num_reports >= message["reports"]:
             self.run.committed(slot.rank, message["commit"])
         now = time.monotonic()
         if now - slot.answered > 1.0 and slot.agent:
@@ -459,9 +461,9 @@ class Supervisor:
     async def _op_run_info(self, run: str | None = None, **_: Any) -> dict[str, Any]:
         return self.the_run(run).info()
 
-    async def _op_wait(self, run: str | None = None, timeout_s: float = 1.0, **_: Any) -> dict[str, Any]:
+    async def _op_wait(self, run: str | None = None, hold_s: float = 1.0, **_: Any) -> dict[str, Any]:
         active = self.the_run(run)
-        await active.wait(lambda: active.is_over, min(timeout_s, 5.0))
+        await active.wait(lambda: active.is_over, min(hold_s, 5.0))
         return active.info()
 
     async def _op_pause(self, run: str | None = None, **_: Any) -> dict[str, Any]:

@@ -12,9 +12,9 @@ import torch
 from client_fakes import FakeConnection, run_info
 
 from ftnb.client import run as run_module
-from ftnb.client.run import Run, WaitInterrupted, read_lines
+from ftnb.client.run import Run, WaitInterrupted, failure, read_lines
 from ftnb.client.session import Session
-from ftnb.errors import ClusterError, RunError, UsageError
+from ftnb.errors import CellError, CheckError, ClusterError, RunError, UsageError
 
 
 @pytest.fixture(autouse=True)
@@ -180,7 +180,7 @@ def test_weights_come_back_as_tensors(directory, monkeypatch):
         ("steps", "int64", [], torch.tensor(7).numpy().tobytes()),
         ("none", "float32", [0, 3], b""),
     ]
-    run, connection = make(directory, prepare_weights={"rank": 2, "engine": 9})
+    run, _ = make(directory, prepare_weights={"rank": 2, "engine": 9})
     asked = []
 
     class View:
@@ -195,6 +195,14 @@ def test_weights_come_back_as_tensors(directory, monkeypatch):
     assert state["steps"].item() == 7 and state["none"].shape == (0, 3)
     state["w"] += 1  # the tensors own writable memory
     assert asked[0][0] is eval and "take_weights" in asked[0][1]
+
+
+def test_what_ended_a_run_becomes_the_right_exception():
+    raised = {"etype": "ValueError", "evalue": "no", "lineno": 3, "traceback": "t"}
+    assert isinstance(failure(run_info("failed", error=raised, reason="why")), CellError)
+    assert isinstance(failure(run_info("failed", error={"check": True, "evalue": "no grad"})), CheckError)
+    lost = failure(run_info("failed", reason="All ranks are lost."))
+    assert isinstance(lost, RunError) and str(lost) == "All ranks are lost."
 
 
 def test_shown_form_is_stable(directory):

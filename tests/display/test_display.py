@@ -56,10 +56,11 @@ def test_run_status_in_html_says_the_same_and_escapes():
 
 
 def test_a_failed_run_shows_the_users_traceback_once():
-    error = {"type": "CellError", "message": "rank 2 raised", "details": {"traceback": "line 7\n  bad()\n"}}
-    shown = run_status(INFO | {"state": "failed", "error": error})
+    error = {"etype": "ValueError", "evalue": "no", "traceback": "line 7\n  bad()\nValueError: no\n"}
+    shown = run_status(INFO | {"state": "failed", "error": error, "reason": "Every rank raised."})
     assert shown.text.count("bad()") == 1
-    assert shown.text.endswith("CellError: rank 2 raised")
+    assert shown.text.endswith("ValueError: no")
+    assert shown.text.count("Every rank raised.") == 1
     assert shown.html.count("bad()") == 1
 
 

@@ -12,6 +12,7 @@ from ftnb.client import launch
 from ftnb.client import session as session_module
 from ftnb.client.run import Run
 from ftnb.client.session import Session
+from ftnb.errors import CellError
 from ftnb.magics import COMMANDS, current, register
 
 STARTED = {"run": "run", "directory": "ftnb_runs/run", "total_steps": 200, "dataset_len": 10, "notes": [],
@@ -86,15 +87,18 @@ def test_a_syntax_error_names_the_line_that_the_notebook_shows(shell, connection
 
 
 def test_wait_blocks_to_the_end_and_a_failed_run_fails_the_cell(shell, connection, tmp_path):
-    lost = {"type": "RunError", "message": "all ranks were lost", "details": {}}
+    lost = {"etype": "ValueError", "evalue": "no", "lineno": 2, "traceback": "ValueError: no"}
     (tmp_path / "run.json").write_text(json.dumps(
         {"name": "run", "state": "failed", "options": {"global_batch": 32, "seed": 0}, "total_steps": 200,
          "dataset_len": 10, "num_ranks": 4, "started": 1.0, "ended": 2.0}))  # fmt: skip
-    running(connection, "failed", error=lost)
+    running(connection, "failed", error=lost, reason="Every rank raised ValueError.")
     connection.answers["wait"] = run_info("failed")
     start = connection.answers["train"]
     connection.answers["train"] = lambda **args: start(**args) | {"directory": str(tmp_path)}
-    assert str(failing(shell, "%%ft_train --wait\nmodel = 1\n")) == "all ranks were lost"
+    error = failing(shell, "%%ft_train --wait\nmodel = 1\n")
+    assert isinstance(error, CellError)
+    assert str(error) == "Every rank raised ValueError."
+    assert error.details["lineno"] == 2
     assert "run" in shell.user_ns
 
 

@@ -1,0 +1,17 @@
+"""What all tests share: the tests below tests/cluster start real engines and carry the marker `cluster`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+CLUSTER_TESTS = Path(__file__).resolve().parent / "cluster"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    slow = [item for item in items if CLUSTER_TESTS in item.path.parents]
+    for item in slow:
+        item.add_marker(pytest.mark.cluster)
+    # What is quick to fail runs first.
+    items[:] = [item for item in items if CLUSTER_TESTS not in item.path.parents] + slow
