@@ -262,6 +262,7 @@ class State:
     first_step: int = 1
     committed: int = 0  # last step known to be in the weights of the most advanced member
     trained: int = 0  # the generation that was told to train last
+    raised: Mapping[int, Failure] = field(default_factory=dict)  # by user code in that generation, per rank
     failed_step: tuple[int, int, str] | None = None  # (step, generation, what) that an exception or crash broke
     unexplained_since: float | None = None
     fruitless: int = 0
@@ -311,6 +312,7 @@ def _regroup(state: State) -> tuple[State, list[Action]]:
         unexplained_since=None,
         held=frozenset(),
         hold_answers={},
+        hold_id=state.hold_id + 1,  # answers to an older proposal may still be on their way
     )
     return state, [SendRegroup(generation, tuple(sorted(state.alive | state.left_out)))]
 
@@ -335,9 +337,15 @@ def _rank_died(now: float, state: State, event: RankDied) -> tuple[State, list[A
     ]
     state = _open_incident(now, state, (rank,), event.fault_time)
     if not state.alive:
-        return _end(
-            state, actions, "failed", f"All ranks are lost; the last one was rank {rank}: {event.reason}."
-        )
+        reason = f"All ranks are lost; the last one was rank {rank}: {event.reason}."
+        if state.left_out:
+            # An exception may have hit them in the middle of an update: their weights cannot be trusted.
+            reason = (
+                f"No rank is left to go on with: rank {rank} is gone ({event.reason}), and before that "
+                f"{_ranks(state.left_out)} raised an exception"
+                f"{f' in step {state.failed_step[0]}' if state.failed_step else ''}."
+            )
+        return _end(state, actions, "failed", reason)
     if event.failure == "crash":
         # Native code that crashes on the same data takes one rank after the other: stop before all are gone.
         state, ended = _same_step_again(state, actions, state.committed + 1, (rank,), event.reason, None)
@@ -370,9 +378,13 @@ def _rank_fenced(now: float, state: State, event: RankFenced) -> tuple[State, li
 
 
 def _step_failed(now: float, state: State, event: StepFailed) -> tuple[State, list[Action]]:
-    if event.generation != state.generation or event.rank not in state.members:
-        return state, []
     if event.failure.cause == "user":
+        if event.generation != state.trained or event.rank not in state.alive or event.rank in state.raised:
+            return state, []
+        # Kept until the next Go: the rank tells it only once, and a death may call for yet another generation.
+        state = replace(state, raised={**state.raised, event.rank: event.failure})
+        if state.phase == "regrouping":
+            return state, []
         state = _open_incident(now, state, (), event.failure.time)
         state, actions = _regroup(state)
         return state, [
@@ -384,6 +396,8 @@ def _step_failed(now: float, state: State, event: StepFailed) -> tuple[State, li
             ),
             *actions,
         ]
+    if event.generation != state.generation or event.rank not in state.members:
+        return state, []
     if state.unexplained_since is None:
         state = replace(state, unexplained_since=now)
     return state, []
@@ -417,7 +431,7 @@ def _tick(now: float, state: State, event: Tick) -> tuple[State, list[Action]]:
 def _rank_ready(now: float, state: State, event: RankReady) -> tuple[State, list[Action]]:
     if state.phase != "regrouping" or event.generation != state.generation:
         return state, []
-    if event.rank not in state.alive | state.left_out:
+    if event.rank not in state.alive | state.left_out or event.rank in state.ready:
         return state, []
     state = replace(state, ready={**state.ready, event.rank: event})
     return _maybe_go(now, state)
@@ -428,20 +442,22 @@ def _maybe_go(now: float, state: State) -> tuple[State, list[Action]]:
     if state.phase != "regrouping" or state.unfenced or not state.alive <= set(state.ready):
         return state, []
     actions: list[Action] = []
+    told = {rank: ready.failure for rank, ready in state.ready.items() if ready.failure is not None}
     raised = {
-        rank: ready.failure
-        for rank, ready in state.ready.items()
-        if rank in state.alive and ready.failure is not None and ready.failure.cause == "user"
+        rank: failure
+        for rank, failure in {**told, **state.raised}.items()
+        if rank in state.alive and failure.cause == "user"
     }
     if raised:
+        # Should the run end here: what the survivors have. A rank that died may have been a step ahead.
+        state = replace(state, committed=max(state.ready[rank].committed for rank in state.alive))
         first = min(raised, key=lambda rank: raised[rank].time)
         failure = raised[first]
         error = {**failure.error, "rank": first, "step": failure.step, "ranks": sorted(raised)}
         if set(raised) == state.alive:
             everyone = "Every rank" if len(raised) > 1 else f"Rank {first}, the only one left,"
-            committed = max(state.ready[rank].committed for rank in state.alive)
             return _end(
-                replace(state, committed=committed),
+                state,
                 actions,
                 "failed",
                 f"{everyone} raised {_short(failure.error)} in step {failure.step}: a bug in the training code. "
@@ -509,6 +525,7 @@ def _maybe_go(now: float, state: State) -> tuple[State, list[Action]]:
         committed=committed,
         hold_after=hold_after,
         trained=state.generation,
+        raised={},
     )
     actions.append(OpenGeneration(state.generation, members, first_step))
     actions.append(SendGo(state.generation, members, first_step, source, behind, hold_after))
@@ -517,6 +534,8 @@ def _maybe_go(now: float, state: State) -> tuple[State, list[Action]]:
 
 def _rank_formed(now: float, state: State, event: RankFormed) -> tuple[State, list[Action]]:
     if state.phase != "forming" or event.generation != state.generation or event.rank not in state.members:
+        return state, []
+    if event.rank in state.formed:
         return state, []
     state = replace(state, formed={**state.formed, event.rank: event})
     if set(state.formed) < set(state.members):
@@ -539,6 +558,13 @@ def _rank_formed(now: float, state: State, event: RankFormed) -> tuple[State, li
         )
     if state.hold_why == "pause" and state.first_step > state.total_steps:
         state = replace(state, hold_why=None)
+    # A wish that came after the Go was kept until here: a rank may take its Go in later than a hold or a
+    # release that was sent after it, and would then forget the newer order.
+    if state.hold_why and state.hold_after is None:
+        state, more = _send_hold(state, state.committed + 2)
+        actions += more
+    elif not state.hold_why and state.hold_after is not None:
+        actions.append(SendRelease(state.members))
     return state, actions
 
 
@@ -596,6 +622,8 @@ def _recovered(state: State, incident: Incident, commit: StepCommitted) -> Emit:
 def _rank_finished(now: float, state: State, event: RankFinished) -> tuple[State, list[Action]]:
     if event.generation != state.generation or event.rank not in state.members:
         return state, []
+    if event.rank in state.finished:
+        return state, []
     state = replace(state, finished=state.finished | {event.rank})
     if state.finished >= set(state.members):
         state = replace(state, committed=max(state.committed, state.total_steps))
@@ -617,18 +645,22 @@ def _hold_wanted(now: float, state: State, event: HoldWanted) -> tuple[State, li
         return state, []
     state = replace(state, hold_why=event.why)
     if state.phase != "training":
-        return state, []  # the next Go carries the hold
+        return state, []  # the next Go carries the hold; if it is on its way already, the hold follows it
     return _send_hold(state, max(event.max_step, state.committed) + 2)
 
 
 def _send_hold(state: State, after_step: int) -> tuple[State, list[Action]]:
     hold_id = state.hold_id + 1
-    state = replace(state, hold_id=hold_id, hold_after=after_step, hold_answers={})
+    # Never the same step twice in one generation: "held" then always belongs to the newest proposal.
+    after_step = max(after_step, (state.hold_after or 0) + 1)
+    state = replace(state, hold_id=hold_id, hold_after=after_step, hold_answers={}, held=frozenset())
     return state, [SendHold(state.members, hold_id, after_step)]
 
 
 def _hold_answered(now: float, state: State, event: HoldAnswered) -> tuple[State, list[Action]]:
     if event.hold_id != state.hold_id or state.hold_why is None or event.rank not in state.members:
+        return state, []
+    if event.rank in state.hold_answers:
         return state, []
     state = replace(state, hold_answers={**state.hold_answers, event.rank: event})
     if set(state.hold_answers) < set(state.members) or all(a.accepted for a in state.hold_answers.values()):
@@ -641,7 +673,7 @@ def _hold_answered(now: float, state: State, event: HoldAnswered) -> tuple[State
 def _rank_held(now: float, state: State, event: RankHeld) -> tuple[State, list[Action]]:
     if event.generation != state.generation or event.rank not in state.members or state.hold_why is None:
         return state, []
-    if event.step != state.hold_after:
+    if event.step != state.hold_after or event.rank in state.held:
         return state, []  # it stopped at an earlier proposal and goes on to the newer one
     state = replace(state, held=state.held | {event.rank})
     if not state.held >= set(state.members):
@@ -658,9 +690,11 @@ def _rank_held(now: float, state: State, event: RankHeld) -> tuple[State, list[A
 def _unpause(now: float, state: State, event: Unpause) -> tuple[State, list[Action]]:
     if state.hold_why != "pause":
         return state, []
-    state = replace(state, hold_why=None, hold_after=None, held=frozenset(), hold_id=state.hold_id + 1)
+    state = replace(state, hold_why=None, held=frozenset(), hold_id=state.hold_id + 1)
+    # While a generation forms, the release waits until all have taken their Go in (see _rank_formed).
+    release: list[Action] = [SendRelease(state.members)] if state.phase == "training" else []
     return state, [
-        SendRelease(state.members),
+        *release,
         Emit("unpaused", f"Goes on with step {state.committed + 1}.", None, state.committed),
     ]
 

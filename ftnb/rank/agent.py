@@ -100,12 +100,8 @@ class Agent:
 
     def _beat(self, sock: zmq.Socket) -> None:
         training = self.training
-        commit = training.last_commit if training else None
-        self._send(
-            sock, "beat", phase=self.phase, sent=time.time(),
-            step=training.in_flight or training.committed if training else None,
-            commit=commit, reports=training.num_reports if training else 0,
-        )
+        step = (training.in_flight or training.committed) if training else None
+        self._send(sock, "beat", phase=self.phase, step=step)
 
     def _obey(self, sock: zmq.Socket, message: dict[str, Any]) -> None:
         op = message.get("op")

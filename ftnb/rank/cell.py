@@ -54,6 +54,7 @@ def run_cell(source: str, namespace: dict[str, Any], names: dict[str, Any], seed
     linecache.cache[FILENAME] = (len(source), None, lines, FILENAME)
     code = compile(source, FILENAME, "exec", dont_inherit=True)
     state.seed_everything(seed)
+    torch.manual_seed(seed)  # also reaches a GPU that nothing has used yet
     exec(code, namespace)
     namespace["_ftnb_defined"] = {name: id(namespace[name]) for name in CONTRACT if name in namespace}
 

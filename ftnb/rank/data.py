@@ -98,11 +98,9 @@ class BatchSource:
             share = self._planned.popleft()
         else:
             share = next(self._plan)
-            if hasattr(self._fetch, "__getitems__"):
-                pairs = self._fetch.__getitems__(share.indices)
-            else:
-                pairs = [self._fetch[i] for i in share.indices]
-            indices, batch = self._collate(pairs)
+            indices, dataset = share.indices, self._fetch.dataset
+            many = isinstance(self._fetch, _FetchMany)
+            batch = self._collate.collate_fn(dataset.__getitems__(indices) if many else [dataset[i] for i in indices])
         return share, indices, to_device(batch, self._device)
 
     def close(self) -> None:

@@ -10,12 +10,14 @@ import itertools
 import json
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import zmq
 
 from ftnb.rank.orders import Orders, Superseded
 from ftnb.wire import messages, sockets
+from ftnb.wire.ring import RingWriter
 
 __all__ = ["Superseded", "WorkLink"]
 
@@ -28,23 +30,24 @@ class WorkLink:
         self._orders = orders
         self._ids = itertools.count(1)
         self._owner_pid = os.getpid()
-        self.num_reports = 0
         identity = f"work-{rank}-{os.getpid()}".encode()
         self._control = sockets.peer_socket(context, zmq.DEALER, connection, connection.rank_port, identity)
-        self._reports = sockets.peer_socket(context, zmq.PUSH, connection, connection.report_port)
+        # On the supervisor's machine, reports go through shared memory; from elsewhere, over the socket.
+        ring = os.environ.get("FTNB_RING")
+        self._ring = RingWriter(Path(ring)) if ring else None
 
     def tell(self, op: str, **fields: Any) -> None:
-        # The number of reports lets the supervisor read all of those first: two sockets keep no common order.
-        message = {"op": op, "rank": self.rank, "pid": self._owner_pid, "reports": self.num_reports, **fields}
-        self._control.send_multipart(messages.encode(message))
+        self._control.send_multipart(messages.encode({"op": op, "rank": self.rank, **fields}))
 
     def report(self, record: list[Any]) -> None:
-        """One step record; see `Supervisor._report` for its fields."""
-        self.num_reports += 1
-        self._reports.send(json.dumps(record).encode())
+        """One record about a step; see `Supervisor._report` for its fields."""
+        if self._ring is not None:
+            self._ring.write(json.dumps(record).encode())
+        else:
+            self.tell("report", record=record)
 
     def log(self, text: str) -> None:
-        if os.getpid() == self._owner_pid:  # a forked DataLoader worker must not touch this socket
+        if os.getpid() == self._owner_pid:  # a forked DataLoader worker has no business here
             self.report(["log", self.rank, time.time(), text])
 
     def ask_store(self, generation: int, command: str, **args: Any) -> dict[str, Any]:
@@ -64,4 +67,3 @@ class WorkLink:
 
     def close(self) -> None:
         self._control.close(0)
-        self._reports.close(0)

@@ -46,15 +46,13 @@ class Training:
         self.total_steps: int = options["total_steps"]
         self.committed = 0
         self.in_flight: int | None = None
-        self.last_commit: list[Any] | None = None  # also sent with the next heartbeat
         self.generation = 0
         self.weights: list[tuple[str, str, list[int], bytes]] | None = None
         self.weights_step = 0
         self._backend, self._link, self._orders = backend, link, orders
         self._group: Group | None = None
-        self._seeded = False
         self._trainable = [p for p in job.model.parameters() if p.requires_grad]
-        self._snapshot = state.StepSnapshot(job.model, job.device)
+        self._snapshot = state.StepSnapshot(job.model)
         self._steps_per_epoch = sampler.steps_per_epoch(job.dataset_len, options["global_batch"])
         self._weight = torch.nn.Parameter(torch.zeros((), device=job.device)) if job.training_step else None
         self.source = BatchSource(
@@ -62,10 +60,6 @@ class Training:
             seed=options["seed"], workers=options["workers"], device=job.device,
             min_real=2 if job.has_batchnorm else 1,
         )
-
-    @property
-    def num_reports(self) -> int:
-        return self._link.num_reports
 
     # --- generations
 
@@ -116,10 +110,6 @@ class Training:
     def _generation(self, order: dict[str, Any]) -> None:
         group = Group(order["generation"], order["members"], self.rank, self._backend, self.job.device)
         self._group = group
-        if not self._seeded:
-            # Each rank has its own random stream from the first step on.
-            state.seed_everything(self.options["seed"] * 1_000_003 + self.rank + 1)
-            self._seeded = True
         group.form(self._link)
         formed_at = time.time()
         first_step = order["first_step"]
@@ -135,9 +125,7 @@ class Training:
         for step in range(first_step, self.total_steps + 1):
             while (held_after := self._orders.enter_step(step, group.generation)) is not None:
                 self._take_wanted_snapshot()
-                self._link.tell(
-                    "held", generation=group.generation, step=held_after, commit=self.last_commit
-                )
+                self._link.tell("held", generation=group.generation, step=held_after)
                 self._orders.wait_released(step, group.generation)
             self._take_wanted_snapshot()
             self._step(step, ddp, group)
@@ -196,6 +184,8 @@ class Training:
         started = time.time()
         job, options = self.job, self.options
         self.in_flight = step
+        # A step that is tried again must draw the same numbers, so each has a random stream of its own.
+        state.seed_everything(state.step_seed(options["seed"], self.rank, step))
         self._snapshot.take(step)
         share, indices, batch = self.source.next()
         loss, weight, scalars = self._forward(ddp, batch, share.real, len(indices))
@@ -203,16 +193,17 @@ class Training:
         self._link.report(
             [
                 "fetched", group.generation, step, self.rank, share.real, sampler.digest(indices[: share.real]),
-                float(loss.detach()), weight, scalars, self.last_commit,
+                float(loss.detach()), weight, scalars,
             ]
         )
-        scaled = loss * (weight * group.world_size / share.global_samples)
+        scale = weight * group.world_size / share.global_samples
+        scaled = loss if scale == 1.0 else loss * scale
         if self._weight is not None:
             scaled = scaled + self._weight * weight
         scaled.backward()
         self._check_gradients()
         if share.real == 0:
-            self._snapshot.restore_buffers()  # statistics of borrowed samples do not count
+            self._snapshot.restore()  # statistics of borrowed samples do not count
         norm = self._average_and_clip(group, share.global_samples)
         job.optimizer.step()
         job.optimizer.zero_grad(set_to_none=True)
@@ -222,7 +213,9 @@ class Training:
             job.scheduler.step()
         self.committed, self.in_flight = step, None
         now = time.time()
-        self.last_commit = [group.generation, step, now, float(lr), norm, now - started]
+        self._link.report(
+            ["committed", group.generation, step, self.rank, now, float(lr), norm, now - started]
+        )
         if options["evaluate_every"] and step % options["evaluate_every"] == 0 and group.torch_rank == 0:
             self._evaluate(step)
 
@@ -292,13 +285,12 @@ class Training:
         if clip is not None:
             return float(torch.nn.utils.clip_grad_norm_(self._trainable, clip))
         if group.torch_rank == 0:  # equal on all ranks, so one of them computes it
-            return float(torch.nn.utils.get_total_norm(gradients))
+            return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))))
         return None
 
     def _evaluate(self, step: int) -> None:
-        """The user's `evaluate`, on one rank; the others wait in the next step. Its random draws leave no trace."""
+        """The user's `evaluate`, on one rank; the others wait in the next step."""
         model = self.job.model
-        random_state = state.RandomState(self.job.device)
         training = [m for m in model.modules() if m.training]
         model.eval()
         try:
@@ -310,8 +302,7 @@ class Training:
         finally:
             for module in training:
                 module.training = True
-            random_state.restore()
-        self._link.report(["evaluated", self.rank, step, scalars, self.last_commit])
+        self._link.report(["evaluated", self.rank, step, scalars])
 
     def _suffer(self, fault: Any, step: int) -> None:
         """An injected failure is due. It is recorded by the supervisor before it takes effect."""
@@ -328,7 +319,7 @@ class Training:
             if group.world_size > 1:
                 dist.broadcast(buffer, 0)
         digest = state.weights_digest(self.job.model)
-        self._link.tell("finished", generation=group.generation, digest=digest, commit=self.last_commit)
+        self._link.tell("finished", generation=group.generation, digest=digest)
 
     def _take_wanted_snapshot(self) -> None:
         if self._orders.take_snapshot_wish():

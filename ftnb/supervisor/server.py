@@ -28,11 +28,12 @@ from ftnb.supervisor.ranks import Slot
 from ftnb.supervisor.runs import ActiveRun
 from ftnb.supervisor.store import Answer, StoreServer
 from ftnb.wire import messages, paths, proc, sockets
+from ftnb.wire.ring import RingReader
 
 log = logging.getLogger("ftnb.supervisor")
 
 START_TIMEOUT_S = 120.0
-DRAIN_S = 0.02  # reports of steps are read this often; what is urgent comes over the other socket
+DRAIN_S = 0.02  # reports of steps are read this often; what is urgent comes over the socket
 TICK_S = 0.1
 
 
@@ -67,8 +68,7 @@ class Supervisor:
 
     async def serve(self) -> int:
         """Run until stopped; returns the exit code."""
-        plain = zmq.Context()
-        context = zmq.asyncio.Context(plain)
+        context = zmq.asyncio.Context()
         authenticator = AsyncioAuthenticator(context)
         authenticator.start()
         server_public, server_secret = zmq.curve_keypair()
@@ -76,12 +76,11 @@ class Supervisor:
         authenticator.configure_curve_callback(domain="ftnb", credentials_provider=_OnlyKey(peer_public))
         self._client_socket = sockets.server_socket(context, zmq.ROUTER, server_secret, server_public)
         self._rank_socket = sockets.server_socket(context, zmq.ROUTER, server_secret, server_public)
-        self._report_socket = sockets.server_socket(plain, zmq.PULL, server_secret, server_public)
         monitor = self._client_socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         host = "127.0.0.1"
         ports = [
             s.bind_to_random_port(f"tcp://{host}")
-            for s in (self._client_socket, self._rank_socket, self._report_socket)
+            for s in (self._client_socket, self._rank_socket)
         ]
         me = proc.identify(os.getpid())
         assert me is not None
@@ -102,7 +101,7 @@ class Supervisor:
         log.info("stopping: %s", self._stop_reason)
         code = await self._shut_down()
         # Last answers (to the one who asked for the stop) get a moment to leave.
-        for sock in (self._client_socket, self._rank_socket, self._report_socket):
+        for sock in (self._client_socket, self._rank_socket):
             sock.close(200)
         for task in list(self._tasks):
             task.cancel()
@@ -137,6 +136,9 @@ class Supervisor:
                 self.tell_rank(slot.rank, "exit")
         await asyncio.sleep(0)
         left = await self._engines.end_all() if self._engines else []
+        for slot in self.ranks.values():
+            if slot.ring is not None:
+                slot.ring.close()
         if left:
             log.error("these processes did not end: %s", left)
         return 1 if left else 0
@@ -162,8 +164,14 @@ class Supervisor:
         """(Re)start the engines of these slots and wait until all are ready; raises `ClusterError`."""
         assert self._engines is not None
         for rank in ranks:
-            self.ranks[rank] = Slot(rank)
-            pid = await self._engines.start_rank(rank, self.connection_file, self._rank_exited)
+            if (old := self.ranks[rank].ring) is not None:
+                old.close()
+            ring = RingReader(self.directory / f"rank-{rank}.ring")
+            self.ranks[rank] = Slot(rank, ring=ring)
+            environment = {
+                "FTNB_RANK": str(rank), "FTNB_CONNECTION": str(self.connection_file), "FTNB_RING": str(ring.path)
+            }
+            pid = await self._engines.start_rank(rank, environment, self._rank_exited)
             self.ranks[rank].process = proc.identify(pid)
         deadline = time.monotonic() + START_TIMEOUT_S
         while any(self.ranks[rank].state == "starting" for rank in ranks):
@@ -223,7 +231,7 @@ class Supervisor:
             self._rank_changed.set()
             self.signal_rank(rank)
         elif op == "loaded":
-            self._drain_until(slot, message["reports"])
+            self._drain(slot)
             if (future := self.loads.get(rank)) and not future.done():
                 future.set_result(message)
         elif op == "weights":
@@ -231,9 +239,10 @@ class Supervisor:
                 future.set_result(message)
         elif op == "agent_error":
             log.error("agent of rank %d: %s", rank, message["traceback"])
+        elif op == "report":
+            self._report(message["record"])
         elif self.run is not None:
-            if "reports" in message:
-                self._drain_until(slot, message["reports"])
+            self._drain(slot)  # what it reported before it sent this message comes first
             self._about_run(self.run, rank, op, message)
 
     def _about_run(self, run: ActiveRun, rank: int, op: str, message: dict[str, Any]) -> None:
@@ -252,10 +261,8 @@ class Supervisor:
         elif op == "step_failed":
             run.handle(planner.StepFailed(rank, message["generation"], planner.Failure(**message["failure"])))
         elif op == "finished":
-            run.committed(rank, message["commit"])
             run.finished(rank, message["generation"], message["digest"])
         elif op == "held":
-            run.committed(rank, message["commit"])
             run.handle(planner.RankHeld(rank, message["generation"], message["step"]))
         elif op == "hold_answer":
             run.handle(planner.HoldAnswered(rank, message["hold_id"], message["accepted"], message["step"]))
@@ -267,10 +274,6 @@ class Supervisor:
     def _beat(self, slot: Slot, message: dict[str, Any]) -> None:
         slot.heartbeats.beat(time.monotonic())
         slot.step = message["step"] if message["step"] is not None else slot.step
-        # A commit is told again by the beat, should the rank be stuck before its next report. It must not
-        # overtake reports of earlier steps: the first step after a failure would be missed.
-        if self.run is not None and not self.run.is_over and slot.num_reports >= message["reports"]:
-            self.run.committed(slot.rank, message["commit"])
         now = time.monotonic()
         if now - slot.answered > 1.0 and slot.agent:
             slot.answered = now
@@ -320,7 +323,7 @@ class Supervisor:
             future.set_result({"ok": False, "kind": "died", "error": {"evalue": words}})
         if (future := self._weights.pop(rank, None)) and not future.done():
             future.set_result({"step": None})
-        self._drain()
+        self._drain(slot)
         if self.run is not None:
             fault_time = slot.fault_time or slot.last_sign or time.time()
             self.run.rank_died(rank, failure, words, fault_time)
@@ -341,48 +344,33 @@ class Supervisor:
 
     async def _drain_forever(self) -> None:
         while True:
-            self._drain()
+            for slot in self.ranks.values():
+                self._drain(slot)
             busy = self.training_task_active or (self.run is not None and not self.run.is_over)
             await asyncio.sleep(DRAIN_S if busy else TICK_S)
 
-    def _drain(self) -> None:
-        while not self._report_socket.closed:
-            try:
-                self._report(self._report_socket.recv(zmq.NOBLOCK))
-            except zmq.Again:
-                return
+    def _drain(self, slot: Slot) -> None:
+        if slot.ring is not None:
+            for raw in slot.ring.read():
+                self._report(json.loads(raw))
 
-    def _drain_until(self, slot: Slot, count: int) -> None:
-        """Read until all reports that this rank sent before its message are in (they are on their way)."""
-        deadline = time.monotonic() + 0.25
-        self._drain()
-        while slot.num_reports < count and time.monotonic() < deadline:
-            if self._report_socket.poll(5):
-                self._drain()
-
-    def _report(self, raw: bytes) -> None:
-        try:
-            record = json.loads(raw)
-            kind = record[0]
-            run = self.run if self.run is not None and not self.run.is_over else None
-            if kind == "fetched":
-                self.ranks[record[3]].num_reports += 1
-                self.ranks[record[3]].step = record[2]
-                if run is not None:
-                    run.fetched(record)
-            elif kind == "log":
-                self.ranks[record[1]].num_reports += 1
-                if self.load_output is not None:
-                    self.load_output.setdefault(record[1], []).append(record[3])
-                elif run is not None:
-                    run.log(record[1], record[2], record[3])
-            elif kind == "evaluated":
-                self.ranks[record[1]].num_reports += 1
-                if run is not None:
-                    run.committed(record[1], record[4])
-                    run.evaluated(record[2], record[3])
-        except Exception:
-            log.exception("bad report: %.200r", raw)
+    def _report(self, record: list[Any]) -> None:
+        """A record of a rank: ["fetched"|"committed", generation, step, rank, …] or ["log"|"evaluated", rank, …]."""
+        kind = record[0]
+        run = self.run if self.run is not None and not self.run.is_over else None
+        if kind == "log" and self.load_output is not None:
+            self.load_output.setdefault(record[1], []).append(record[3])
+        elif run is None:
+            return
+        elif kind == "fetched":
+            self.ranks[record[3]].step = record[2]
+            run.fetched(record)
+        elif kind == "committed":
+            run.committed(record)
+        elif kind == "evaluated":
+            run.evaluated(record[2], record[3])
+        elif kind == "log":
+            run.log(record[1], record[2], record[3])
 
     # --- clients
 

@@ -61,7 +61,7 @@ class RingReader(_Ring):
     """Creates the file (mode 0600); the writer opens it by its path."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         path.unlink(missing_ok=True)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
@@ -87,5 +87,5 @@ class RingReader(_Ring):
         return first + self._map[_HEADER_BYTES : _HEADER_BYTES + size - len(first)]
 
     def close(self) -> None:
-        self._path.unlink(missing_ok=True)
+        self.path.unlink(missing_ok=True)
         super().close()

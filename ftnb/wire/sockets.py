@@ -27,7 +27,6 @@ class Connection:
     host: str
     client_port: int
     rank_port: int
-    report_port: int
     server_key: str
     peer_public_key: str
     peer_secret_key: str
