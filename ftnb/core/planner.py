@@ -267,6 +267,7 @@ class State:
     unexplained_since: float | None = None
     fruitless: int = 0
     incident: Incident | None = None
+    early_commit: StepCommitted | None = None  # came before the last RankFormed of its generation
     # hold: pause or stop at a step boundary that all members agree on
     hold_why: str | None = None
     hold_id: int = 0
@@ -310,6 +311,7 @@ def _regroup(state: State) -> tuple[State, list[Action]]:
         formed={},
         finished=frozenset(),
         unexplained_since=None,
+        early_commit=None,
         held=frozenset(),
         hold_answers={},
         hold_id=state.hold_id + 1,  # answers to an older proposal may still be on their way
@@ -511,6 +513,17 @@ def _maybe_go(now: float, state: State) -> tuple[State, list[Action]]:
     source = next(rank for rank in members if state.ready[rank].committed == committed) if behind else None
     if state.generation > 1:
         actions.append(CloseGeneration(state.generation - 1, committed))
+    if first_step < state.first_step:
+        # The books were closed with this step, but who had it died before it could copy it to the others.
+        actions.append(
+            Emit(
+                "rolled_back",
+                f"Step {first_step} is done again: the only rank that had committed it is lost.",
+                None,
+                first_step,
+                {"first_step": first_step, "last_step": state.first_step - 1},
+            )
+        )
     if state.incident:
         repeated = any(state.ready[rank].in_flight == first_step for rank in members)
         state = replace(
@@ -564,7 +577,11 @@ def _rank_formed(now: float, state: State, event: RankFormed) -> tuple[State, li
         state, more = _send_hold(state, state.committed + 2)
         actions += more
     elif not state.hold_why and state.hold_after is not None:
+        state = replace(state, held=frozenset())
         actions.append(SendRelease(state.members))
+    if state.early_commit:
+        state, more = _step_committed(now, replace(state, early_commit=None), state.early_commit)
+        actions += more
     return state, actions
 
 
@@ -575,6 +592,9 @@ def _step_committed(now: float, state: State, event: StepCommitted) -> tuple[Sta
         or event.rank not in state.members
     ):
         return state, []
+    if state.phase == "forming":
+        # A commit proves that all have formed; only their messages are late, and carry times that are needed.
+        return (state if state.early_commit else replace(state, early_commit=event)), []
     state = replace(state, committed=event.step, fruitless=0)
     actions: list[Action] = []
     if state.left_out:
@@ -671,8 +691,10 @@ def _hold_answered(now: float, state: State, event: HoldAnswered) -> tuple[State
 
 
 def _rank_held(now: float, state: State, event: RankHeld) -> tuple[State, list[Action]]:
-    if event.generation != state.generation or event.rank not in state.members or state.hold_why is None:
+    if event.generation != state.generation or event.rank not in state.members:
         return state, []
+    if state.hold_why is None and state.phase != "forming":
+        return state, []  # released in the meantime
     if event.step != state.hold_after or event.rank in state.held:
         return state, []  # it stopped at an earlier proposal and goes on to the newer one
     state = replace(state, held=state.held | {event.rank})
@@ -690,13 +712,15 @@ def _rank_held(now: float, state: State, event: RankHeld) -> tuple[State, list[A
 def _unpause(now: float, state: State, event: Unpause) -> tuple[State, list[Action]]:
     if state.hold_why != "pause":
         return state, []
-    state = replace(state, hold_why=None, held=frozenset(), hold_id=state.hold_id + 1)
-    # While a generation forms, the release waits until all have taken their Go in (see _rank_formed).
-    release: list[Action] = [SendRelease(state.members)] if state.phase == "training" else []
-    return state, [
-        *release,
-        Emit("unpaused", f"Goes on with step {state.committed + 1}.", None, state.committed),
+    state = replace(state, hold_why=None, hold_id=state.hold_id + 1)
+    actions: list[Action] = [
+        Emit("unpaused", f"Goes on with step {state.committed + 1}.", None, state.committed)
     ]
+    if state.phase == "training":
+        state = replace(state, held=frozenset())
+        actions.insert(0, SendRelease(state.members))
+    # While a generation forms, the release waits until all have taken their Go in (see _rank_formed).
+    return state, actions
 
 
 def _give_up(now: float, state: State, event: GiveUp) -> tuple[State, list[Action]]:

@@ -30,6 +30,7 @@ class ActiveRun:
         dataset_len: int, total_steps: int, members: list[int], versions: dict[str, str],
     ) -> None:
         self._supervisor = supervisor
+        self._final_ranks: list[dict[str, Any]] | None = None
         self.name, self.directory, self.options = name, directory, options
         self.dataset_len, self.total_steps = dataset_len, total_steps
         self.num_ranks = len(members)
@@ -149,7 +150,7 @@ class ActiveRun:
             self._faults[fault_id] = {"kind": kind, "rank": rank, "after_s": after_s}
             asyncio.get_running_loop().call_later(after_s, self._fire_later, fault_id)
             return {"rank": rank, "reason": f"Rank {rank} will be killed in {after_s:g} s."}
-        self._fire(kind, rank, None)
+        self._fire(kind, rank)
         return {"rank": rank, "reason": f"Rank {rank} is killed now (SIGKILL)."}
 
     async def _inject_at_step(self, kind: str, rank: int, at_step: int) -> dict[str, Any]:
@@ -190,10 +191,10 @@ class ActiveRun:
             if fault is not None:
                 self._not_fired(fault)
             return
-        self._fire(fault["kind"], fault["rank"], None)
+        self._fire(fault["kind"], fault["rank"])
 
-    def _fire(self, kind: str, rank: int, step: int | None) -> None:
-        self._record_fault(kind, rank, step if step is not None else self._supervisor.ranks[rank].step)
+    def _fire(self, kind: str, rank: int) -> None:
+        self._record_fault(kind, rank, self._supervisor.current_step(rank))
         self._supervisor.signal_rank(rank)
 
     def _record_fault(self, kind: str, rank: int, step: int | None) -> None:
@@ -271,6 +272,7 @@ class ActiveRun:
         self.error = dict(action.error) if action.error else None
         if action.state == "stopped":
             self.reason += " Nothing was saved: this version of ftnb has no checkpoints yet; run.state_dict() has the weights."
+        self._final_ranks = self._supervisor.rank_statuses()
         kind = {"finished": "run_finished", "stopped": "run_stopped", "failed": "run_failed"}[action.state]
         self._emit(kind, self.reason, step=self.step)
         self._write_run()
@@ -279,7 +281,9 @@ class ActiveRun:
         self._supervisor.run_ended(self)
 
     def _emit(self, kind: str, reason: str, *, rank: int | None = None, step: int | None = None, **fields: Any) -> None:
-        generation = self._state.generation if hasattr(self, "_state") else 1
+        # What broke a generation belongs to it, although the next one is under way when it is written down.
+        broke = kind in ("rank_suspected", "rank_failed")
+        generation = self._state.trained if broke else self._state.generation
         event = make_event(kind, time.time(), max(generation, 1), rank=rank, step=step, reason=reason, **fields)
         self._recorder.event(event)
         self.recent.appendleft(reason)
@@ -354,7 +358,7 @@ class ActiveRun:
             "failures": self.failures, "elapsed_s": elapsed,
             "eta_s": (self.total_steps - self.step) / rate if rate and not self.is_over else None,
             "goodput": min(1.0, self._useful_s / elapsed) if elapsed > 0 else None,
-            "ranks": self._supervisor.rank_statuses(), "recent": list(self.recent), "error": self.error,
+            "ranks": self._final_ranks or self._supervisor.rank_statuses(), "recent": list(self.recent), "error": self.error,
         }
 
     async def wait(self, done: Callable[[], bool], timeout_s: float) -> bool:

@@ -289,6 +289,10 @@ class Supervisor:
         if process is not None:
             process.signal(signum)
 
+    def current_step(self, rank: int) -> int | None:
+        self._drain(self.ranks[rank])
+        return self.ranks[rank].step
+
     def fence(self, rank: int, fenced: Callable[[int], None]) -> None:
         """Kill the rank and all it had started; call `fenced(rank)` once nothing of it is left."""
         process = self.ranks[rank].process
