@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+import ftnb
 from ftnb.errors import CheckError
 from ftnb.rank import state
 
@@ -200,12 +201,12 @@ def signature(job: Job) -> dict[str, Any]:
 def describe_error(error: BaseException, step: int | None = None) -> dict[str, Any]:
     """Plain data about an exception in the user's code: type, text, line of the cell, the user's frames."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = os.path.dirname(os.path.dirname(__file__)) + os.sep
     lineno = next((f.lineno for f in reversed(frames) if f.filename == FILENAME), None)
     if isinstance(error, SyntaxError) and error.filename == FILENAME:
         lineno = error.lineno
-    first = next((i for i, f in enumerate(frames) if not f.filename.startswith(own) and not _is_torch(f.filename)), 0)
-    shown = frames[first:] if frames else frames
+    # From the user's first line on; an error that comes up inside torch alone keeps the frames nearest to it.
+    users = [i for i, frame in enumerate(frames) if frame.filename == FILENAME or not _is_ours(frame.filename)]
+    shown = frames[users[0] :] if users else frames[-3:]
     text = "".join(
         ["Traceback (most recent call last):\n"] * bool(shown)
         + traceback.format_list(shown)
@@ -228,8 +229,9 @@ def _printable(error: BaseException) -> str:
         return "(its text cannot be shown)"
 
 
-def _is_torch(filename: str) -> bool:
-    return os.path.dirname(torch.__file__) in filename
+def _is_ours(filename: str) -> bool:
+    """Whether the file belongs to ftnb or torch."""
+    return any(filename.startswith(os.path.dirname(os.path.abspath(m.__file__)) + os.sep) for m in (ftnb, torch))
 
 
 def _type(x: Any) -> str:
