@@ -36,6 +36,14 @@ _COLLECTIVE_SIGNS = (
 )
 
 
+# DDP's forward (buffers) and backward (gradients), torch.distributed itself, and ftnb's own calls of it.
+_COLLECTIVE_FILES = (
+    *(os.path.join(os.path.dirname(torch.__file__), *part) for part in
+      (("autograd", ""), ("distributed", ""), ("nn", "parallel", "distributed.py"))),
+    os.path.join(os.path.dirname(os.path.abspath(__file__)), ""),
+)  # fmt: skip
+
+
 class Training:
     """One run on one rank. Lives in the training thread; `abort` alone is called from the agent thread."""
 
@@ -144,13 +152,19 @@ class Training:
             self._weight.grad = None
             model.register_parameter("_ftnb_weight", self._weight)
         try:
-            return DistributedDataParallel(
+            ddp = DistributedDataParallel(
                 model, device_ids=[self.job.device.index] if self.job.device.type == "cuda" else None,
                 init_sync=False, gradient_as_bucket_view=True,
             )
+            if self.job.training_step:
+                ddp.register_forward_pre_hook(self._note_forward)
+            return ddp
         finally:
             if self._weight is not None:
                 del model._parameters["_ftnb_weight"]
+
+    def _note_forward(self, *_: Any) -> None:
+        self._forward_called = True
 
     def _share_state(self, group: Group, order: dict[str, Any]) -> None:
         """The most advanced member copies its state to those that are a step behind."""
@@ -238,7 +252,14 @@ class Training:
                 ) from None
             loss = job.loss_fn(ddp(inputs), target)
         else:
+            self._forward_called = False
             loss = job.training_step(ddp, batch)
+            if not self._forward_called:
+                # DDP would average nothing, and the ranks would drift apart without a word.
+                raise CheckError(
+                    "`training_step` did not call `model(...)`. Gradients are averaged only for what goes through that "
+                    "call; move the work of a part (`model.module.part(...)`) into the model's `forward`."
+                )
             if isinstance(loss, dict):
                 result = dict(loss)
                 if "loss" not in result:
@@ -337,8 +358,10 @@ class Training:
     def _explain(self, error: BaseException, generation: int) -> dict[str, Any]:
         """Whose fault the exception is: the user's code, or a peer that did not answer."""
         text = str(error).lower()
-        collective = isinstance(error, (dist.DistError, RuntimeError)) and any(s in text for s in _COLLECTIVE_SIGNS)
-        aborted = self._group is not None and self._group.aborted and isinstance(error, RuntimeError)
+        collective = aborted = False
+        if isinstance(error, RuntimeError) and _talks_to_peers(error):
+            collective = any(sign in text for sign in _COLLECTIVE_SIGNS)
+            aborted = self._group is not None and self._group.aborted
         step = self.in_flight if self.in_flight is not None else self.committed
         details = cell.describe_error(error, step)
         if isinstance(error, CheckError):
@@ -349,3 +372,11 @@ class Training:
             "time": details["time"],
             "error": details,
         }
+
+
+def _talks_to_peers(error: BaseException) -> bool:
+    """Whether it was raised where collectives run: elsewhere it is the user's own error, whatever its words."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is None or trace.tb_frame.f_code.co_filename.startswith(_COLLECTIVE_FILES)
