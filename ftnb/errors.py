@@ -43,11 +43,14 @@ class CellError(FtnbError):
     """The user's own code raised.
 
     `details`: `ranks` (slots that raised it), `etype`, `evalue`, `lineno` (line of the cell, from 1, or
-    None), `step` (None before training) and `traceback` (text, the user's frames only).
+    None), `step` (None before training), `traceback` (text, the user's frames only) and `output` (what the
+    ranks had printed before, as [[ranks, text], …]).
     """
 
     def _render_traceback_(self) -> list[str]:
         lines = str(self.details.get("traceback") or "").rstrip().splitlines()
+        for ranks, text in self.details.get("output") or []:
+            lines = [f"printed by rank {', '.join(map(str, ranks))}: {text}", *lines]
         return [*lines, "", f"{type(self).__name__}: {self}"] if lines else super()._render_traceback_()
 
 

@@ -263,11 +263,11 @@ class State:
     committed: int = 0  # last step known to be in the weights of the most advanced member
     trained: int = 0  # the generation that was told to train last
     raised: Mapping[int, Failure] = field(default_factory=dict)  # by user code in that generation, per rank
-    failed_step: tuple[int, int, str] | None = None  # (step, generation, what) that an exception or crash broke
+    failed_step: tuple[int, int, str] | None = None  # (step, generation, what broke it: exception or crash)
     unexplained_since: float | None = None
     fruitless: int = 0
     incident: Incident | None = None
-    early_commit: StepCommitted | None = None  # came before the last RankFormed of its generation
+    early_commits: tuple[StepCommitted, ...] = ()  # came before the last RankFormed of their generation
     # hold: pause or stop at a step boundary that all members agree on
     hold_why: str | None = None
     hold_id: int = 0
@@ -311,7 +311,7 @@ def _regroup(state: State) -> tuple[State, list[Action]]:
         formed={},
         finished=frozenset(),
         unexplained_since=None,
-        early_commit=None,
+        early_commits=(),
         held=frozenset(),
         hold_answers={},
         hold_id=state.hold_id + 1,  # answers to an older proposal may still be on their way
@@ -383,7 +383,7 @@ def _step_failed(now: float, state: State, event: StepFailed) -> tuple[State, li
     if event.failure.cause == "user":
         if event.generation != state.trained or event.rank not in state.alive or event.rank in state.raised:
             return state, []
-        # Kept until the next Go: the rank tells it only once, and a death may call for yet another generation.
+        # Kept until the next Go: the rank tells it only once, and a death may call for one generation more.
         state = replace(state, raised={**state.raised, event.rank: event.failure})
         if state.phase == "regrouping":
             return state, []
@@ -462,8 +462,8 @@ def _maybe_go(now: float, state: State) -> tuple[State, list[Action]]:
                 state,
                 actions,
                 "failed",
-                f"{everyone} raised {_short(failure.error)} in step {failure.step}: a bug in the training code. "
-                "Nothing was killed; look at the ranks with %%px, mend the cell and run it again.",
+                f"{everyone} raised {_short(failure.error)} in step {failure.step}: a bug in the training "
+                "code. Nothing was killed; look at the ranks with %%px, mend the cell and run it again.",
                 error,
             )
         state, ended = _same_step_again(
@@ -484,7 +484,8 @@ def _maybe_go(now: float, state: State) -> tuple[State, list[Action]]:
             actions.append(
                 Emit(
                     "rank_fenced",
-                    f"Rank {rank} is left out of generation {state.generation}; the step is tried without it.",
+                    f"Rank {rank} is left out of generation {state.generation}; "
+                    "the step is tried without it.",
                     rank,
                 )
             )
@@ -563,7 +564,8 @@ def _rank_formed(now: float, state: State, event: RankFormed) -> tuple[State, li
         actions.append(
             Emit(
                 "regrouped",
-                f"Generation {state.generation} stands: {len(state.members)} ranks, next step {state.first_step}.",
+                f"Generation {state.generation} stands: {len(state.members)} ranks, "
+                f"next step {state.first_step}.",
                 None,
                 state.first_step,
                 {"world_size": len(state.members), "members": list(state.members)},
@@ -579,8 +581,9 @@ def _rank_formed(now: float, state: State, event: RankFormed) -> tuple[State, li
     elif not state.hold_why and state.hold_after is not None:
         state = replace(state, held=frozenset())
         actions.append(SendRelease(state.members))
-    if state.early_commit:
-        state, more = _step_committed(now, replace(state, early_commit=None), state.early_commit)
+    early, state = state.early_commits, replace(state, early_commits=())
+    for commit in early:
+        state, more = _step_committed(now, state, commit)
         actions += more
     return state, actions
 
@@ -594,7 +597,9 @@ def _step_committed(now: float, state: State, event: StepCommitted) -> tuple[Sta
         return state, []
     if state.phase == "forming":
         # A commit proves that all have formed; only their messages are late, and carry times that are needed.
-        return (state if state.early_commit else replace(state, early_commit=event)), []
+        if state.early_commits and event.step <= state.early_commits[-1].step:
+            return state, []
+        return replace(state, early_commits=(*state.early_commits, event)), []
     state = replace(state, committed=event.step, fruitless=0)
     actions: list[Action] = []
     if state.left_out:

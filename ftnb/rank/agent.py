@@ -135,9 +135,12 @@ class Agent:
 
     def _weights(self, sock: zmq.Socket) -> None:
         """Lay a copy of the weights ready: between two steps while a run goes on, else right away."""
-        if self.training is not None:
+        if (training := self.training) is not None:
             self.orders.want_snapshot()
-        elif self.last_training is not None:
+            if self.training is training or not self.orders.take_snapshot_wish():
+                return  # the training thread answers
+            # It has left the run in this very moment, without having seen the wish.
+        if self.last_training is not None:
             self.last_training.take_weights()
             self._send(sock, "weights", step=self.last_training.weights_step)
         else:

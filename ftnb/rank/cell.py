@@ -224,9 +224,13 @@ def describe_error(error: BaseException, step: int | None = None) -> dict[str, A
 
 def _printable(error: BaseException) -> str:
     try:
-        return str(error)[:2000]
+        text = str(error)
     except Exception:
         return "(its text cannot be shown)"
+    if text.startswith("Caught ") and " DataLoader worker process " in text.partition("\n")[0]:
+        # torch sends a worker's exception with its whole traceback for a text; what it said stands at the end.
+        text = text.rstrip().rpartition("\n")[2].removeprefix(f"{type(error).__name__}: ")
+    return text[:2000]
 
 
 def _is_ours(filename: str) -> bool:

@@ -3,9 +3,9 @@
 The rendezvous is a `torch.distributed.Store` answered by the supervisor over the encrypted socket, so there
 is no unauthenticated TCPStore and no leader that could be lost.
 
-A blocked Gloo collective ends within milliseconds when the group's connected sockets are shut down from
-another thread; nothing else that torch 2.13 offers unblocks it. Listening sockets are left alone: shutting
-one down kills the process.
+A blocked Gloo collective ends, as a rule, within milliseconds when the group's connected sockets are shut down
+from another thread; nothing else that torch 2.13 offers does it. (For the exceptions see `collectives`.)
+Listening sockets are left alone: shutting one down kills the process.
 """
 
 from __future__ import annotations
@@ -21,10 +21,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ftnb.rank.collectives import Collectives, keep_until_settled
 from ftnb.rank.link import Superseded, WorkLink
 
-# Forming takes tens of milliseconds; longer means that a peer died while it connected.
-FORM_TIMEOUT_S = 3.0
+# Connecting takes tens of milliseconds. A peer that dies meanwhile leaves others waiting for its call, which
+# nothing can end but this; doubled for every attempt that failed for no other reason (a very busy machine).
+FORM_TIMEOUT_S = 1.0
+MAX_FORM_TIMEOUT_S = 60.0
 # A running collective never times out by itself: whether a rank hangs is for the supervisor to say.
 COLLECTIVE_TIMEOUT = timedelta(days=7)
 
@@ -87,6 +90,7 @@ class Group:
         self.world_size = len(members)
         self._backend = backend
         self._device = device
+        self.collectives = Collectives()
         self._lock = threading.Lock()
         self._sockets: list[tuple[int, int]] = []  # (fd, inode)
         self._aborted = False
@@ -96,7 +100,7 @@ class Group:
     def aborted(self) -> bool:
         return self._aborted
 
-    def form(self, link: WorkLink) -> None:
+    def form(self, link: WorkLink, timeout_s: float) -> None:
         """Connect all members; raises `Superseded` when the supervisor has moved on, else torch's error."""
         with self._lock:
             if self._aborted:
@@ -105,9 +109,12 @@ class Group:
         # Kept: torch does not hold a reference to the Python object behind the store.
         self._store = SupervisorStore(link, self.generation)
         store = dist.PrefixStore(f"g{self.generation}", self._store)
+        # torch numbers the groups of a process and uses the number in its keys. An attempt that was broken off
+        # has counted too, on some ranks and not on others: they would wait for each other's keys for ever.
+        dist.distributed_c10d._world.group_count = 0
         dist.init_process_group(
             self._backend, store=store, rank=self.torch_rank, world_size=self.world_size,
-            timeout=timedelta(seconds=FORM_TIMEOUT_S),
+            timeout=timedelta(seconds=timeout_s),
             device_id=self._device if self._backend == "nccl" else None,
         )
         dist.distributed_c10d._set_pg_timeout(COLLECTIVE_TIMEOUT)
@@ -117,9 +124,14 @@ class Group:
         if aborted:
             self.abort()
             raise Superseded(self.generation)
+        # Nobody begins before all are connected: whoever failed in its first step would leave others connecting.
+        if self._store.add("formed", 1) == self.world_size:
+            self._store.set("all formed", b"1")
+        self._store.wait(["all formed"])
 
     def abort(self) -> None:
         """Make every collective of this group raise, on this rank and on its peers. From any thread."""
+        self.collectives.break_off()
         with self._lock:
             self._aborted = True
             # Still forming: whatever has appeared since then belongs to the group.
@@ -134,6 +146,7 @@ class Group:
         with self._lock:
             self._sockets, self._before = [], set()
         if dist.is_initialized():
+            keep_until_settled(dist.group.WORLD, self.collectives)
             # The group may be broken already; what matters is that torch forgets it.
             with contextlib.suppress(RuntimeError):
                 dist.destroy_process_group()

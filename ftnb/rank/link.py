@@ -23,7 +23,7 @@ __all__ = ["Superseded", "WorkLink"]
 
 
 class WorkLink:
-    """Control messages and store requests (answered), and step reports (one way). Training thread only."""
+    """Control messages and store requests over a socket, step reports through shared memory. Training thread only."""
 
     def __init__(self, context: zmq.Context, connection: sockets.Connection, rank: int, orders: Orders) -> None:
         self.rank = rank
@@ -32,19 +32,14 @@ class WorkLink:
         self._owner_pid = os.getpid()
         identity = f"work-{rank}-{os.getpid()}".encode()
         self._control = sockets.peer_socket(context, zmq.DEALER, connection, connection.rank_port, identity)
-        # On the supervisor's machine, reports go through shared memory; from elsewhere, over the socket.
-        ring = os.environ.get("FTNB_RING")
-        self._ring = RingWriter(Path(ring)) if ring else None
+        self._ring = RingWriter(Path(os.environ["FTNB_RING"]))
 
     def tell(self, op: str, **fields: Any) -> None:
         self._control.send_multipart(messages.encode({"op": op, "rank": self.rank, **fields}))
 
     def report(self, record: list[Any]) -> None:
         """One record about a step; see `Supervisor._report` for its fields."""
-        if self._ring is not None:
-            self._ring.write(json.dumps(record).encode())
-        else:
-            self.tell("report", record=record)
+        self._ring.write(json.dumps(record).encode())
 
     def log(self, text: str) -> None:
         if os.getpid() == self._owner_pid:  # a forked DataLoader worker has no business here

@@ -5,8 +5,8 @@
           └──── a collective failed, user code raised, or the supervisor wants a newer one ┘
 
 Shapes: W = world size, G = global batch (samples per step over all ranks), n = this rank's share of it.
-Each rank's loss is a mean over its n samples. DDP averages gradients over ranks, so the loss is scaled by
-n·W/G before backward; the averaged gradient then is that of the mean over all G samples, whatever W is.
+Each rank's loss is a mean over its n samples. It is scaled by n/G before backward, and the ranks' gradients are
+added: the sum is the gradient of the mean over all G samples, whatever W is.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ import traceback
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ftnb.core import sampler
 from ftnb.errors import CheckError
 from ftnb.rank import cell, state
 from ftnb.rank.data import BatchSource
-from ftnb.rank.group import Group
+from ftnb.rank.group import FORM_TIMEOUT_S, MAX_FORM_TIMEOUT_S, Group
 from ftnb.rank.link import WorkLink
 from ftnb.rank.orders import Dropped, Orders, Superseded
 
@@ -59,8 +58,10 @@ class Training:
         self.weights_step = 0
         self._backend, self._link, self._orders = backend, link, orders
         self._group: Group | None = None
+        self._form_timeout_s = FORM_TIMEOUT_S
         self._trainable = [p for p in job.model.parameters() if p.requires_grad]
-        self._snapshot = state.StepSnapshot(job.model)
+        self._buffers = list(job.model.buffers())
+        self._snapshot = state.StepSnapshot(self._buffers)
         self._steps_per_epoch = sampler.steps_per_epoch(job.dataset_len, options["global_batch"])
         self._weight = torch.nn.Parameter(torch.zeros((), device=job.device)) if job.training_step else None
         self.source = BatchSource(
@@ -118,14 +119,20 @@ class Training:
     def _generation(self, order: dict[str, Any]) -> None:
         group = Group(order["generation"], order["members"], self.rank, self._backend, self.job.device)
         self._group = group
-        group.form(self._link)
+        try:
+            group.form(self._link, self._form_timeout_s)
+        except RuntimeError:
+            self._form_timeout_s = min(2 * self._form_timeout_s, MAX_FORM_TIMEOUT_S)
+            self._orders.check(group.generation)  # most likely a peer has died and a newer generation is wanted
+            raise
+        self._form_timeout_s = FORM_TIMEOUT_S
         formed_at = time.time()
         first_step = order["first_step"]
         self._share_state(group, order)
         if self.in_flight == first_step and self._snapshot.step == first_step and self.committed == first_step - 1:
             self._snapshot.restore()
         self.in_flight = None
-        ddp = self._wrap()
+        ddp = self._wrap(group)
         self.source.begin(first_step, group.torch_rank, group.world_size)
         self._link.tell("formed", generation=group.generation, formed_at=formed_at, restored_at=time.time())
         if order.get("evaluate") and group.torch_rank == 0:
@@ -139,7 +146,7 @@ class Training:
             self._step(step, ddp, group)
         self._finish(group)
 
-    def _wrap(self) -> DistributedDataParallel:
+    def _wrap(self, group: Group) -> DistributedDataParallel:
         """DDP for this generation's group, built anew: all ranks then rebuild its buckets in the same step.
 
         All members hold equal weights already (checked, or copied just now), so nothing is synchronised.
@@ -154,8 +161,9 @@ class Training:
         try:
             ddp = DistributedDataParallel(
                 model, device_ids=[self.job.device.index] if self.job.device.type == "cuda" else None,
-                init_sync=False, gradient_as_bucket_view=True,
+                init_sync=False, broadcast_buffers=False, gradient_as_bucket_view=True,
             )
+            ddp.register_comm_hook(None, group.collectives.sum_gradients)
             if self.job.training_step:
                 ddp.register_forward_pre_hook(self._note_forward)
             return ddp
@@ -172,20 +180,30 @@ class Training:
         if source is None:
             return
         job = self.job
+        source_torch_rank = group.members.index(source)
+
+        def broadcast(tensor: torch.Tensor) -> None:
+            group.collectives.broadcast([tensor], source_torch_rank)
+
         if self.rank == source:
             full = {
                 "model": job.model.state_dict(), "optimizer": job.optimizer.state_dict(),
                 "scheduler": cell.scheduler_state(job.scheduler) if job.scheduler is not None else None,
             }
-            for rank in behind:
-                state.send_state(full, group.members.index(rank), job.device)
-        elif self.rank in behind:
-            full = state.receive_state(group.members.index(source), job.device)
+            state.give_state(full, broadcast, job.device)
+            return
+        full = state.take_state(broadcast, job.device)
+        if self.rank in behind:
             job.model.load_state_dict(full["model"])
             job.optimizer.load_state_dict(full["optimizer"])
             if job.scheduler is not None:
                 job.scheduler.load_state_dict(full["scheduler"])
             self.committed = order["first_step"] - 1
+
+    def _share_buffers(self, group: Group) -> None:
+        """Everybody takes the buffers (BatchNorm statistics) of the first rank, as DDP does by default."""
+        if self._buffers and group.world_size > 1:
+            group.collectives.broadcast(self._buffers, 0)
 
     def _leave_group(self) -> None:
         if self._group is not None:
@@ -200,6 +218,7 @@ class Training:
         self.in_flight = step
         # A step that is tried again must draw the same numbers, so each has a random stream of its own.
         state.seed_everything(state.step_seed(options["seed"], self.rank, step))
+        self._share_buffers(group)
         self._snapshot.take(step)
         share, indices, batch = self.source.next()
         loss, weight, scalars = self._forward(ddp, batch, share.real, len(indices))
@@ -210,8 +229,7 @@ class Training:
                 float(loss.detach()), weight, scalars,
             ]
         )
-        scale = weight * group.world_size / share.global_samples
-        scaled = loss if scale == 1.0 else loss * scale
+        scaled = loss * (weight / share.global_samples)
         if self._weight is not None:
             scaled = scaled + self._weight * weight
         scaled.backward()
@@ -296,7 +314,7 @@ class Training:
         """
         gradients = [p.grad for p in self._trainable]
         if self._weight is not None:
-            total = float(self._weight.grad) * group.world_size
+            total = float(self._weight.grad)
             self._weight.grad = None
             if total <= 0:
                 raise CheckError("The weights that `training_step` returned add up to 0 over the global batch.")
@@ -335,10 +353,7 @@ class Training:
 
     def _finish(self, group: Group) -> None:
         """Last step done: make the buffers equal (each rank has seen other samples), and tell the digest."""
-        buffers = list(self.job.model.buffers())
-        for buffer in buffers:
-            if group.world_size > 1:
-                dist.broadcast(buffer, 0)
+        self._share_buffers(group)
         digest = state.weights_digest(self.job.model)
         self._link.tell("finished", generation=group.generation, digest=digest)
 

@@ -91,8 +91,11 @@ def _run(agent: Agent, link: Any, message: dict[str, Any]) -> None:
         )
         training.run()
     finally:
-        agent.training = None
         agent.last_training = training
+        agent.training = None
+        if agent.orders.take_snapshot_wish():  # it came after the last look
+            training.take_weights()
+            link.tell("weights", step=training.weights_step)
         torch.set_grad_enabled(True)
 
 

@@ -253,9 +253,9 @@ class ActiveRun:
                 supervisor.tell_rank(rank, "release")
         elif isinstance(action, planner.SendDrop):
             for rank in action.ranks:
+                # Also one that was left out for an exception: its process lives and can train again.
                 supervisor.tell_rank(rank, "drop")
-                if supervisor.ranks[rank].alive:
-                    supervisor.ranks[rank].state = "idle"
+                supervisor.ranks[rank].state, supervisor.ranks[rank].problem = "idle", None
         elif isinstance(action, planner.End):
             self._end(action, state)
         else:

@@ -239,8 +239,6 @@ class Supervisor:
                 future.set_result(message)
         elif op == "agent_error":
             log.error("agent of rank %d: %s", rank, message["traceback"])
-        elif op == "report":
-            self._report(message["record"])
         elif self.run is not None:
             self._drain(slot)  # what it reported before it sent this message comes first
             self._about_run(self.run, rank, op, message)

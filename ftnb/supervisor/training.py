@@ -103,7 +103,7 @@ async def _load(
         output, supervisor.load_output = supervisor.load_output or {}, None
     if bad := {rank: answer for rank, answer in answers.items() if not answer["ok"]}:
         _drop(supervisor, [rank for rank in members if rank not in bad])
-        raise _load_error(bad, len(members))
+        raise _load_error(bad, len(members), _grouped(output))
     return answers, output
 
 
@@ -112,7 +112,9 @@ def _drop(supervisor: Supervisor, ranks: list[int]) -> None:
         supervisor.tell_rank(rank, "drop")
 
 
-def _load_error(bad: dict[int, dict[str, Any]], num_ranks: int) -> CellError | CheckError | ClusterError:
+def _load_error(
+    bad: dict[int, dict[str, Any]], num_ranks: int, output: list[list[Any]]
+) -> CellError | CheckError | ClusterError:
     """One error for what one or more ranks answered: the same thing said four times is said once."""
     first = bad[min(bad)]
     error = first["error"]
@@ -128,7 +130,7 @@ def _load_error(bad: dict[int, dict[str, Any]], num_ranks: int) -> CellError | C
     line = f" in line {error['lineno']} of the cell" if error["lineno"] else ""
     text = f"{error['etype']}: {error['evalue']}".rstrip(": ")
     return CellError(f"{text}\n(raised{line}, on {where}; the engines are unharmed, look at them with %%px)", **{
-        "ranks": ranks, **{k: error[k] for k in ("etype", "evalue", "lineno", "step", "traceback")},
+        "ranks": ranks, "output": output, **{k: error[k] for k in ("etype", "evalue", "lineno", "step", "traceback")},
     })
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import ftnb
 import pytest
 from cluster_tools import (
     CELL,
@@ -23,6 +22,7 @@ from cluster_tools import (
 )
 from conftest import SharedCluster
 
+import ftnb
 from ftnb.errors import CellError, CheckError, NoClusterError, RunError, UsageError
 
 OPTIONS = {"steps": 4, "global_batch": GLOBAL_BATCH, "names": {}}
@@ -94,8 +94,14 @@ OPTION_MISTAKES = {
     "mode of a later version": ({"mode": "fsdp"}, ["not available yet", "Use ddp"]),
     "recovery of a later version": ({"recovery": "replace"}, ["not available yet", "Use shrink"]),
     "bad name": ({"name": "../up"}, ["'../up' cannot be the name of a run", "use letters"]),
-    "batch smaller than the ranks": ({"global_batch": 3}, ["3 is smaller than the number of ranks", "at least 4"]),
-    "batch larger than the dataset": ({"global_batch": 51}, [r"\(51\) is larger than the dataset \(50", "50 or less"]),
+    "batch smaller than the ranks": (
+        {"global_batch": 3},
+        ["3 is smaller than the number of ranks", "at least 4"],
+    ),
+    "batch larger than the dataset": (
+        {"global_batch": 51},
+        [r"\(51\) is larger than the dataset \(50", "50 or less"],
+    ),
     "nothing to evaluate": ({"evaluate_every": 2}, ["does not define `evaluate"]),
 }
 
@@ -186,15 +192,23 @@ def test_a_running_training_is_not_disturbed(session: ftnb.Session, reference: R
     refused(UsageError, ["no rank 7", "ranks 0 to 3"], lambda: run.inject("kill", rank=7))
     refused(UsageError, ["no fault 'kil'", "Did you mean kill"], lambda: run.inject("kil", rank=1))
     refused(UsageError, ["'hang' is not available yet"], lambda: run.inject("hang", rank=1))
-    refused(UsageError, ["Step 401 will never come", "400 steps"], lambda: run.inject("kill", rank=1, at_step=401))
+    refused(
+        UsageError, ["Step 401 will never come", "400 steps"], lambda: run.inject("kill", rank=1, at_step=401)
+    )
     refused(UsageError, ["Step 1 is past already"], lambda: run.inject("kill", rank=1, at_step=1))
     refused(UsageError, ["at_step or after_s"], lambda: run.inject("kill", rank=1, at_step=399, after_s=1))
     refused(UsageError, ["at_step takes a whole number"], lambda: run.inject("kill", rank=1, at_step=0))
-    refused(UsageError, ["num_ranks takes a whole number of at least 1, not 0"], lambda: ftnb.Session.start(0))
+    refused(
+        UsageError, ["num_ranks takes a whole number of at least 1, not 0"], lambda: ftnb.Session.start(0)
+    )
     refused(UsageError, ["10000 ranks need about", "Start at most"],
             lambda: ftnb.Session.start(10_000, name="huge"))  # fmt: skip
     refused(UsageError, ["cannot be the name of a cluster"], lambda: ftnb.Session.start(2, name="a/b"))
-    refused(NoClusterError, ["No cluster named 'nobody'", "%ft_cluster start"], lambda: ftnb.Session.attach("nobody"))
+    refused(
+        NoClusterError,
+        ["No cluster named 'nobody'", "%ft_cluster start"],
+        lambda: ftnb.Session.attach("nobody"),
+    )
     shown: list[str] = []
     assert ftnb.Session.start(2, name="shared", show=shown.append) is session, "starting twice is harmless"
     assert "runs already, with 4 ranks" in shown[0] and "%ft_cluster stop" in shown[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ftnb
 import pytest
 from cluster_tools import (
     CELL,
@@ -18,6 +17,7 @@ from cluster_tools import (
     check_recoveries,
     check_report,
     losses_of,
+    meeting,
     pids_of,
     position,
     processes_of,
@@ -25,6 +25,7 @@ from cluster_tools import (
     wait_until,
 )
 
+import ftnb
 from ftnb.errors import CellError, CheckError, ClusterError
 
 STEPS = 60
@@ -36,12 +37,15 @@ def reference() -> Reference:
     return Reference(CELL, STEPS)
 
 
-def check_still_works(session: ftnb.Session, reference: Reference, pids: dict[int, int] | None = None) -> None:
+def check_still_works(
+    session: ftnb.Session, reference: Reference, pids: dict[int, int] | None = None
+) -> None:
     """The same engines answer to %%px, and a mended cell trains on all of them."""
     if pids is not None:
         assert pids_of(session) == pids, "nobody was killed"
-    values = session.client[:].apply_sync(lambda: 40 + 2)
-    assert values == [42] * len(values)
+    living = sorted(pids_of(session))
+    wait_until(lambda: sorted(session.client.ids) == living, "the views hold the living")
+    assert session.client[:].apply_sync(lambda: 40 + 2) == [42] * len(living)
     run = session.train(CELL, steps=8, global_batch=GLOBAL_BATCH, names={})
     check_report(run.wait(timeout_s=60), [])
     check_books(run, 8)
@@ -92,22 +96,23 @@ def test_two_ranks_raise_in_the_same_step(session: ftnb.Session, reference: Refe
         assert f"rank {failure.rank} is out of luck" in failure.reason
 
 
-SHAPES = "if calls == {at}:\n        time.sleep(0.03 * rank)\n        model(x[:, :3])"  # torch's own RuntimeError
-
-
 @pytest.mark.parametrize(
     ("trouble", "etype"),
     [
-        ("if calls == {at}: raise KeyError('nowhere')", "KeyError"),
-        ("if calls == {at}:\n        time.sleep(0.03 * rank)\n        raise RuntimeError('no gloo here')", "RuntimeError"),
-        (SHAPES, "RuntimeError"),
+        ("raise KeyError('nowhere')", "KeyError"),
+        ("time.sleep(0.03 * rank)\n        raise RuntimeError('no gloo here')", "RuntimeError"),
+        ("time.sleep(0.03 * rank)\n        model(x[:, :3])", "RuntimeError"),  # raised inside torch
     ],
     ids=["at once", "one after the other", "wrong shapes"],
 )
-def test_all_ranks_raise_later(session: ftnb.Session, reference: Reference, trouble: str, etype: str) -> None:
+def test_all_ranks_raise_later(
+    session: ftnb.Session, reference: Reference, trouble: str, etype: str, request: pytest.FixtureRequest
+) -> None:
     session.train(CELL, steps=2, global_batch=GLOBAL_BATCH, names={}).wait(timeout_s=60)
     pids = pids_of(session)
-    run = session.train(cell_with_trouble(trouble.format(at=AT_CALL)), steps=STEPS, global_batch=GLOBAL_BATCH, names={})
+    met = meeting(request.node.name.replace(" ", "-"))
+    cell = cell_with_trouble(f"if calls == {AT_CALL}:\n        {met}\n        {trouble}")
+    run = session.train(cell, steps=STEPS, global_batch=GLOBAL_BATCH, names={})
     report = run.wait(timeout_s=60)
     assert report.state == "failed" and not report.ok
     assert "Every rank raised" in report.reason and etype in report.reason, report.reason
@@ -116,9 +121,26 @@ def test_all_ranks_raise_later(session: ftnb.Session, reference: Reference, trou
     assert "rank_failed" not in kinds and kinds[-1] == "run_failed", kinds
     error = run.info()["error"]
     assert (error["etype"], error["step"], error["ranks"]) == (etype, AT_CALL, [0, 1, 2, 3])
+    assert error["rank"] == 0 or trouble.startswith("raise"), "the first to raise"
     assert error["lineno"] is not None and error["traceback"].count("Traceback") == 1
     check_books(run, AT_CALL - 1)
     assert_same(losses_of(run), reference.losses[: AT_CALL - 1], SAME_F64)
+    check_still_works(session, reference, pids)
+
+
+def test_all_ranks_raise_but_not_all_got_there(session: ftnb.Session, reference: Reference) -> None:
+    """Ranks that have not begun the step when the first one raises are told to leave it, and raise on the second
+    try: the run stops all the same, and nobody is killed."""
+    session.train(CELL, steps=2, global_batch=GLOBAL_BATCH, names={}).wait(timeout_s=60)
+    pids = pids_of(session)
+    cell = cell_with_trouble(f"if calls >= {AT_CALL}: raise ZeroDivisionError('everywhere')")
+    run = session.train(cell, steps=STEPS, global_batch=GLOBAL_BATCH, names={})
+    report = run.wait(timeout_s=60)
+    assert report.state == "failed"
+    assert "ZeroDivisionError: everywhere" in report.reason
+    error = run.info()["error"]
+    assert (error["etype"], error["step"]) == ("ZeroDivisionError", AT_CALL)
+    check_books(run, AT_CALL - 1)
     check_still_works(session, reference, pids)
 
 
@@ -149,7 +171,9 @@ POISON = DATA.replace("dataset =", "inputs[17, 0] = 777.0\ndataset =")
 def test_same_step_fails_twice(session: ftnb.Session, reference: Reference) -> None:
     session.train(CELL, steps=2, global_batch=GLOBAL_BATCH, names={}).wait(timeout_s=60)
     pids = pids_of(session)
-    cell = cell_with_trouble("if (x[:, 0] == 777).any(): raise ValueError('poisoned sample')").replace(DATA, POISON)
+    cell = cell_with_trouble("if (x[:, 0] == 777).any(): raise ValueError('poisoned sample')").replace(
+        DATA, POISON
+    )
     with_poison = Reference(POISON + MODEL + LOSS, 4)
     run = None
     try:
@@ -159,7 +183,13 @@ def test_same_step_fails_twice(session: ftnb.Session, reference: Reference) -> N
     run = run or session.run
     report = run.wait(timeout_s=60)
     assert report.state == "failed"
-    says(ValueError(report.reason), "failed twice", "poisoned sample", "tried again without", "data or the code")
+    says(
+        ValueError(report.reason),
+        "failed twice",
+        "poisoned sample",
+        "tried again without",
+        "data or the code",
+    )
     events = run.events()
     raised = [event["rank"] for event in events if event["kind"] == "rank_suspected"]
     assert len(raised) == 2 and len(set(raised)) == 2, "two ranks have met the sample"
@@ -176,7 +206,11 @@ def test_same_step_fails_twice(session: ftnb.Session, reference: Reference) -> N
     [
         ("os._exit(3)", "exit", "exited with code 3"),
         ("os._exit(0)", "exit", "exited with code 0 .a clean exit."),
-        ("os.kill(os.getpid(), signal.SIGSEGV)", "crash", "crashed in native code .SIGSEGV: invalid memory access"),
+        (
+            "os.kill(os.getpid(), signal.SIGSEGV)",
+            "crash",
+            "crashed in native code .SIGSEGV: invalid memory access",
+        ),
         ("os.kill(os.getpid(), signal.SIGTERM)", "kill", "told to end .SIGTERM"),
     ],
     ids=["exit 3", "exit 0", "SIGSEGV", "SIGTERM"],
@@ -214,7 +248,11 @@ def test_a_crash_that_comes_back_stops_the_run(session: ftnb.Session, reference:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_the_dataset_raises_on_one_rank(session: ftnb.Session, reference: Reference, workers: int) -> None:
-    cell = DATA + MODEL + LOSS + f"""
+    cell = (
+        DATA
+        + MODEL
+        + LOSS
+        + """
 import os
 class Flaky(torch.utils.data.Dataset):
     count = 0
@@ -227,6 +265,7 @@ class Flaky(torch.utils.data.Dataset):
         return inputs[index], targets[index]
 dataset = Flaky()
 """
+    )
     run = session.train(cell, steps=STEPS, global_batch=GLOBAL_BATCH, workers=workers, names={})
     report = run.wait(timeout_s=60)
     check_report(report, [3], kind="exception")

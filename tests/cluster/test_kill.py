@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 
-import ftnb
 import pytest
 from cluster_tools import (
     CELL,
@@ -29,6 +28,7 @@ from cluster_tools import (
     wait_until,
 )
 
+import ftnb
 from ftnb.wire import proc
 
 STEPS = 160  # 40 epochs; the last batch of each leaves two of four ranks without a sample
@@ -130,7 +130,9 @@ def test_second_kill_during_the_recovery(session: ftnb.Session, reference: Refer
     ranks = processes_of(session)
     wait_until(lambda: run.step >= 3, "three steps are done")
     assert ranks[2].signal(signal.SIGKILL)
-    wait_until(lambda: any(e["kind"] == "rank_failed" for e in run.events()), "the loss is noticed", every_s=0.001)
+    wait_until(
+        lambda: any(e["kind"] == "rank_failed" for e in run.events()), "the loss is noticed", every_s=0.001
+    )
     assert ranks[0].signal(signal.SIGKILL)
     recovered = check_all(run, reference, MANY_STEPS, [0, 2], injected=[])
     assert len(recovered) in (1, 2)

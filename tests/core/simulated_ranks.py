@@ -406,9 +406,7 @@ class World:
             generation, step, _, members = event
             self.max_step_seen = max(self.max_step_seen, step)
             samples, value = share_of(step, members.index(number), len(members))
-            self.lines += self.assembler.fetched(
-                generation, step, number, samples, value, 1.0, samples
-            )
+            self.lines += self.assembler.fetched(generation, step, number, samples, value, 1.0, samples)
         elif event is not None:
             self.handle(event)
         return True
@@ -470,6 +468,8 @@ class World:
         before = self.state
         self.state, actions = planner.step(self.now, before, event)
         if isinstance(event, FROM_RANKS):
+            if self._is_late(event, before):
+                assert self.state is before and not actions, f"the late {event} had an effect: {actions}"
             self.delivered.append(event)
         if before.phase == "ended":
             assert self.state is before and not actions
@@ -484,6 +484,8 @@ class World:
             assert action.reason.strip() and action.reason[-1] in ".:", action
             reserved = {"rank": action.rank, "step": action.step, "reason": action.reason}
             json.dumps(make_event(action.kind, self.now, self.state.generation, **reserved, **action.fields))
+            if action.kind == "rolled_back":  # the only way for a step to get a second line
+                self.lines = [line for line in self.lines if line.ledger["step"] < action.step]
             if action.kind == "paused":
                 self._check_held(action.step)
             if action.kind == "recovered":
@@ -510,6 +512,17 @@ class World:
         elif isinstance(action, planner.End):
             self.end = action
             self._check_end(action, before)
+
+    @staticmethod
+    def _is_late(event: object, state: planner.State) -> bool:
+        """From a rank that is known to be dead, or from a generation that is over."""
+        if isinstance(event, planner.RankDied | planner.RankFenced):
+            return False
+        if event.rank not in state.alive | state.left_out:
+            return True
+        if isinstance(event, planner.StepFailed) and event.failure.cause == "user":
+            return event.generation < state.trained  # until the next Go, it matters who raised
+        return getattr(event, "generation", state.generation) < state.generation
 
     def _send(self, ranks: tuple[int, ...], order: object) -> None:
         for number in ranks:
@@ -563,9 +576,9 @@ class World:
             elif not self.given_up and before.phase == "training":
                 assert state.hold_after is not None, "a stop was wanted, and nobody was told"
         else:
-            self._check_failed(end, done)
+            self._check_failed(end, done, before)
 
-    def _check_failed(self, end: planner.End, done: int) -> None:
+    def _check_failed(self, end: planner.End, done: int, before: planner.State) -> None:
         """The reason of a failed run is the truth, and nothing but a good reason fails a run."""
         broke_in = {generation for generation, _, _ in self.raised_in}
         if "failed twice" in end.reason:
@@ -574,9 +587,8 @@ class World:
             assert all(self.ranks[number].raised for number in self.state.alive)
             assert end.error and end.error["etype"] == "ValueError" and end.error["ranks"]
             have = max(self.ranks[number].committed for number in self.state.alive)
-            # Unless the last step's books were closed for a rank that died before it could copy it.
-            rolled_back = any(event.step == done for event in self.emitted("rolled_back"))
-            assert done == have or (done == have + 1 and (rolled_back or done < before.first_step))
+            # Or the last step's books were closed for a rank that died before it could copy it.
+            assert done == have or done == have + 1 == before.first_step - 1
         elif "could not form" in end.reason:
             assert self.breaks + sum(rank.dead for rank in self.ranks) > planner.MAX_FRUITLESS_REGROUPS
         elif "All ranks are lost" in end.reason:
@@ -587,18 +599,7 @@ class World:
             raise AssertionError(f"failed for no good reason: {end.reason}")
 
     def _check_lines(self) -> int:
-        """Every step up to the last one has one line, and every sample is used exactly once.
-
-        Only after a rollback a step has a second line, which replaces the first.
-        """
-        done, repeated = 0, []
-        for line in self.lines:
-            number = line.ledger["step"]
-            if number <= done:
-                repeated.append(number)
-            done = number
-        assert repeated == [e.step for e in self.emitted("rolled_back") if e.step in repeated]
-        self.lines = list({line.ledger["step"]: line for line in self.lines}.values())
+        """Every step up to the last one has one line, and every sample is used exactly once."""
         for number, line in enumerate(self.lines, start=1):
             batch = batch_at(number, DATASET_LEN, GLOBAL_BATCH)
             ledger = line.ledger

@@ -1,0 +1,179 @@
+"""Stopping the cluster leaves no process, whatever is going on; twenty kills leave no trace in the survivors."""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+from cluster_tools import (
+    CELL,
+    GLOBAL_BATCH,
+    SAME_F64,
+    Reference,
+    assert_same,
+    check_books,
+    check_report,
+    losses_of,
+    processes_of,
+    wait_until,
+)
+from conftest import SharedCluster
+
+import ftnb
+from ftnb.wire import paths
+
+
+def stop_and_look(cluster: SharedCluster, session: ftnb.Session) -> str:
+    """Stop the cluster: nothing is left when `stop` returns. Returns the supervisor's log.
+
+    The supervisor ends with 0 only when all it had started was gone within its own limit (5 s).
+    """
+    supervisor = session._process
+    log = paths.cluster_dir(session.name) / "supervisor.log"
+    before = cluster.census.take()
+    assert len(before) > session.num_ranks, "supervisor, controller, engines"
+    cluster.stop()
+    assert cluster.census.left() == []
+    assert supervisor.returncode == 0
+    text = log.read_text()
+    assert "did not end" not in text and "internal error" not in text.lower(), text
+    assert not paths.connection_file(session.name).exists()
+    return text
+
+
+def exits(log: str) -> dict[int, str]:
+    """Of each rank the words of its last exit."""
+    return {
+        int(rank): words
+        for rank, words in re.findall(r"rank (\d+) \(pid \d+\) is gone, it was \w+: (.*)", log)
+    }
+
+
+def train_long(session: ftnb.Session, **options) -> ftnb.Run:
+    run = session.train(CELL, steps=1_000_000, global_batch=GLOBAL_BATCH, names={}, **options)
+    wait_until(lambda: run.step >= 5, "the training goes on")
+    return run
+
+
+def flat_numbers(session: ftnb.Session, ranks: list[int]) -> dict[int, tuple[int, int, float]]:
+    """Open descriptors, threads and resident megabytes of each of these ranks."""
+    processes = {rank: psutil.Process(process.pid) for rank, process in processes_of(session).items()}
+    return {
+        rank: (
+            processes[rank].num_fds(),
+            processes[rank].num_threads(),
+            processes[rank].memory_info().rss / 1e6,
+        )
+        for rank in ranks
+    }
+
+
+@pytest.mark.parametrize("times", [20, pytest.param(100, marks=pytest.mark.long)])
+def test_kills_and_restarts_leave_the_survivors_as_they_were(cluster: SharedCluster, times: int) -> None:
+    """Ranks 0 and 1 live through it all; rank 2 is killed in every run and started again by the next one."""
+    session = cluster.session(num_ranks=3)
+    supervisor = psutil.Process(session.hello["supervisor_pid"])
+    steps, reference = 30, Reference(CELL, 30)
+    survivors = {rank: process for rank, process in processes_of(session).items() if rank != 2}
+    numbers = []
+    for number in range(times):
+        run = session.train(
+            CELL, steps=steps, global_batch=GLOBAL_BATCH, names={}, name="flat", show=lambda text: None
+        )
+        ranks = processes_of(session)
+        assert {rank: ranks[rank] for rank in survivors} == survivors
+        run.inject("kill", rank=2)
+        report = run.wait(timeout_s=60)
+        if report.failures:  # it may have been through before the kill
+            check_report(report, [2], world_size=3)
+        assert_same(losses_of(run), reference.losses, SAME_F64)
+        check_books(run, steps)
+        wait_until(lambda: sorted(processes_of(session)) == [0, 1], "rank 2 is gone")
+        cluster.census.take()
+        numbers.append({
+            **flat_numbers(session, [0, 1]),
+            "supervisor": (supervisor.num_fds(), supervisor.num_threads(), supervisor.memory_info().rss / 1e6),
+        })  # fmt: skip
+        assert number < times
+    # The first runs warm up caches and thread pools; from then on nothing grows with the number of runs.
+    for who in (0, 1, "supervisor"):
+        early, late = numbers[4][who], numbers[-1][who]
+        assert late[0] <= early[0] + 3, f"descriptors of {who}: {[entry[who][0] for entry in numbers]}"
+        assert late[1] <= early[1] + 2, f"threads of {who}: {[entry[who][1] for entry in numbers]}"
+        assert late[2] <= early[2] + 40, f"megabytes of {who}: {[round(entry[who][2]) for entry in numbers]}"
+    log = stop_and_look(cluster, session)
+    assert log.count("rank 2 (pid") >= times
+    last = exits(log)
+    assert {last[0], last[1]} == {"it exited with code 0 (a clean exit)"}, last
+
+
+def test_stop_while_training(cluster: SharedCluster) -> None:
+    session = cluster.session(num_ranks=3)
+    run = train_long(session, workers=1)
+    log = stop_and_look(cluster, session)
+    assert exits(log) == dict.fromkeys(range(3), "it exited with code 0 (a clean exit)")
+    # The run's directory is complete, and says how it ended.
+    report = run.report()
+    assert report.state == run.state == "stopped"
+    assert report.problems == [] and run.events()[-1]["kind"] == "run_stopped"
+    check_books(run, report.steps)
+
+
+def test_stop_while_recovering_and_with_a_stopped_rank(cluster: SharedCluster) -> None:
+    """Rank 2 is stopped by SIGSTOP, so the recovery from the loss of rank 1 cannot come to an end."""
+    session = cluster.session(num_ranks=3)
+    run = train_long(session)
+    ranks = processes_of(session)
+    assert ranks[2].signal(signal.SIGSTOP)
+    assert ranks[1].signal(signal.SIGKILL)
+    wait_until(lambda: run.state == "recovering", "it tries to recover")
+    stop_and_look(cluster, session)
+    assert run.report().state == "stopped"
+    kinds = [event["kind"] for event in run.events()]
+    assert kinds[-1] == "run_stopped" and "recovered" not in kinds
+    check_books(run, len(run.ledger()))
+
+
+def test_stop_with_a_stopped_rank_while_training(cluster: SharedCluster) -> None:
+    session = cluster.session(num_ranks=2)
+    run = train_long(session)
+    assert processes_of(session)[0].signal(signal.SIGSTOP)
+    stop_and_look(cluster, session)
+    assert run.report().state == "stopped"
+
+
+def test_stop_while_a_cell_is_being_run(cluster: SharedCluster) -> None:
+    """A cell that takes long on one rank; somebody else stops the cluster meanwhile."""
+    session = cluster.session(num_ranks=2)
+    import threading
+
+    errors: list[BaseException] = []
+
+    def train() -> None:
+        try:
+            session.train(CELL + "import time\nopen('running', 'w').close()\ntime.sleep(600)\n", names={})
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=train, daemon=True)
+    thread.start()
+    wait_until(lambda: Path("running").exists(), "the cell runs")
+    stop_and_look(cluster, session)
+    thread.join(30)
+    assert not thread.is_alive()
+    assert len(errors) == 1 and isinstance(errors[0], ftnb.FtnbError), errors
+
+
+def test_sigterm_to_the_supervisor_ends_everything(cluster: SharedCluster) -> None:
+    session = cluster.session(num_ranks=2)
+    run = train_long(session)
+    cluster.census.take()
+    session._process.send_signal(signal.SIGTERM)
+    wait_until(lambda: session._process.poll() is not None, "the supervisor ends")
+    assert cluster.census.left() == []
+    assert session._process.returncode == 0
+    assert run.report().state == "stopped" and "SIGTERM" in run.report().reason
+    assert not session.alive
