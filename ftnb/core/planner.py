@@ -24,6 +24,9 @@ from typing import Any
 # A failed collective is a symptom. Its cause (a death, an exception elsewhere) is nearly always known within
 # milliseconds; only when none turns up for this long is the group formed again with everybody.
 UNEXPLAINED_S = 1.0
+# When one rank raises, the others get this long to leave the step by themselves (its closed connections bring
+# them out of the collective): those that raise as well show that the code is at fault, not the rank.
+RAISE_GRACE_S = 0.15
 # Regroups in a row without a single committed step before the run gives up.
 MAX_FRUITLESS_REGROUPS = 4
 # How long a stop waits for the ranks to reach a step boundary before it takes them out of the step.
@@ -265,6 +268,8 @@ class State:
     raised: Mapping[int, Failure] = field(default_factory=dict)  # by user code in that generation, per rank
     failed_step: tuple[int, int, str] | None = None  # (step, generation, what broke it: exception or crash)
     unexplained_since: float | None = None
+    raised_since: float | None = None
+    left: frozenset[int] = frozenset()  # members that have left this generation's step by themselves
     fruitless: int = 0
     incident: Incident | None = None
     early_commits: tuple[StepCommitted, ...] = ()  # came before the last RankFormed of their generation
@@ -387,27 +392,28 @@ def _step_failed(now: float, state: State, event: StepFailed) -> tuple[State, li
         state = replace(state, raised={**state.raised, event.rank: event.failure})
         if state.phase == "regrouping":
             return state, []
-        state = _open_incident(now, state, (), event.failure.time)
-        state, actions = _regroup(state)
-        return state, [
-            Emit(
-                "rank_suspected",
-                f"Rank {event.rank} raised {_short(event.failure.error)} in step {event.failure.step}.",
-                event.rank,
-                event.failure.step,
-            ),
-            *actions,
-        ]
-    if event.generation != state.generation or event.rank not in state.members:
+    elif event.generation != state.generation or event.rank not in state.members:
         return state, []
-    if state.unexplained_since is None:
+    actions: list[Action] = []
+    state = replace(state, left=state.left | {event.rank})
+    if event.failure.cause == "user" and state.raised_since is None:
+        state = replace(_open_incident(now, state, (), event.failure.time), raised_since=now)
+        words = f"Rank {event.rank} raised {_short(event.failure.error)} in step {event.failure.step}."
+        actions.append(Emit("rank_suspected", words, event.rank, event.failure.step))
+    elif state.unexplained_since is None:
         state = replace(state, unexplained_since=now)
-    return state, []
+    if state.raised_since is not None and state.left >= state.alive & set(state.members):
+        state, more = _regroup(state)
+        actions += more
+    return state, actions
 
 
 def _tick(now: float, state: State, event: Tick) -> tuple[State, list[Action]]:
-    if state.unexplained_since is not None and now - state.unexplained_since >= UNEXPLAINED_S:
-        state = _open_incident(now, state, (), state.unexplained_since)
+    if state.raised_since is not None and now - state.raised_since >= RAISE_GRACE_S:
+        return _regroup(state)
+    unexplained = state.unexplained_since if state.raised_since is None else None
+    if unexplained is not None and now - unexplained >= UNEXPLAINED_S:
+        state = _open_incident(now, state, (), unexplained)
         reason = "A collective failed, yet no rank died or raised; all ranks connect again."
         if state.fruitless >= MAX_FRUITLESS_REGROUPS:
             actions: list[Action] = []
@@ -455,14 +461,15 @@ def _maybe_go(now: float, state: State) -> tuple[State, list[Action]]:
         state = replace(state, committed=max(state.ready[rank].committed for rank in state.alive))
         first = min(raised, key=lambda rank: raised[rank].time)
         failure = raised[first]
-        error = {**failure.error, "rank": first, "step": failure.step, "ranks": sorted(raised)}
+        all_raised = set(raised) | state.left_out
+        error = {**failure.error, "rank": first, "step": failure.step, "ranks": sorted(all_raised)}
         if set(raised) == state.alive:
-            everyone = "Every rank" if len(raised) > 1 else f"Rank {first}, the only one left,"
+            everyone = "Every rank" if len(all_raised) > 1 else f"Rank {first}, the only one left,"
             return _end(
                 state,
                 actions,
                 "failed",
-                f"{everyone} raised {_short(failure.error)} in step {failure.step}: a bug in the training "
+                f"{everyone} raised {_short(failure.error)} in {_place(failure)}: a bug in the training "
                 "code. Nothing was killed; look at the ranks with %%px, mend the cell and run it again.",
                 error,
             )
@@ -815,6 +822,11 @@ def _ranks(ranks: Any) -> str:
     if len(names) == 1:
         return f"rank {names[0]}"
     return f"ranks {', '.join(names[:-1])} and {names[-1]}"
+
+
+def _place(failure: Failure) -> str:
+    line = failure.error.get("lineno")
+    return f"step {failure.step}" + (f" (line {line} of the cell)" if line else "")
 
 
 def _short(error: Mapping[str, Any]) -> str:

@@ -87,7 +87,7 @@ def check(namespace: dict[str, Any], options: dict[str, Any], device: torch.devi
     for name in ("loss_fn", "training_step", "collate_fn", "evaluate"):
         functions[name] = namespace.get(name)
         if functions[name] is not None and not callable(functions[name]):
-            raise CheckError(f"`{name}` is a {_type(functions[name])}, not a function. Define it with `def {name}(…):`.")
+            raise CheckError(f"`{name}` is a {_type(functions[name])}, not a function: `def {name}(…):`.")
     if functions["loss_fn"] is None and functions["training_step"] is None:
         raise CheckError(
             "The cell defines neither `loss_fn(output, target)` nor `training_step(model, batch)`. Add, for "
@@ -99,7 +99,7 @@ def check(namespace: dict[str, Any], options: dict[str, Any], device: torch.devi
         raise CheckError("--evaluate-every is given, but the cell does not define `evaluate(model)`.")
     scheduler = namespace.get("scheduler")
     if scheduler is not None and not (hasattr(scheduler, "step") and hasattr(scheduler, "state_dict")):
-        raise CheckError(f"`scheduler` is a {_type(scheduler)}; it needs `step()` and `state_dict()` like those of torch.")
+        raise CheckError(f"`scheduler` is a {_type(scheduler)}; it needs `step()` and `state_dict()` as in torch.")
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise CheckError(
             "`scheduler` is a ReduceLROnPlateau, which needs a metric at each step; ftnb steps schedulers without "
@@ -160,7 +160,7 @@ def _check_dataset(dataset: Any, global_batch: int, world_size: int) -> int:
     if isinstance(dataset, torch.utils.data.DataLoader):
         raise CheckError("`dataset` is a DataLoader; give the dataset itself, ftnb makes the batches (--global-batch).")
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
-        raise CheckError(f"`dataset` is a {_type(dataset)}; it needs `__getitem__` and `__len__` (a map-style dataset).")
+        raise CheckError(f"`dataset` is a {_type(dataset)}; it needs `__getitem__` and `__len__` (map-style).")
     dataset_len = len(dataset)
     if dataset_len == 0:
         raise CheckError("`dataset` is empty: len(dataset) is 0.")

@@ -75,7 +75,8 @@ def _run(agent: Agent, link: Any, message: dict[str, Any]) -> None:
         cell.run_cell(message["cell"], namespace, names, options["seed"])
         job = cell.check(namespace, options, device, message["world_size"])
         signature = cell.signature(job)
-        training = Training(job, {**options, **_lengths(job, options)}, agent.rank, message["backend"], link, agent.orders)
+        options |= _lengths(job, options)
+        training = Training(job, options, agent.rank, message["backend"], link, agent.orders)
     except CheckError as error:
         link.tell("loaded", run=message["run"], ok=False, kind="check", error={"evalue": str(error)})
         return

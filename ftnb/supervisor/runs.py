@@ -271,7 +271,9 @@ class ActiveRun:
         self.state, self.reason, self.ended = action.state, action.reason, time.time()
         self.error = dict(action.error) if action.error else None
         if action.state == "stopped":
-            self.reason += " Nothing was saved: this version of ftnb has no checkpoints yet; run.state_dict() has the weights."
+            self.reason += (
+                " Nothing was saved: this version of ftnb has no checkpoints yet; run.state_dict() has the weights."
+            )
         self._final_ranks = self._supervisor.rank_statuses()
         kind = {"finished": "run_finished", "stopped": "run_stopped", "failed": "run_failed"}[action.state]
         self._emit(kind, self.reason, step=self.step)
@@ -358,7 +360,8 @@ class ActiveRun:
             "failures": self.failures, "elapsed_s": elapsed,
             "eta_s": (self.total_steps - self.step) / rate if rate and not self.is_over else None,
             "goodput": min(1.0, self._useful_s / elapsed) if elapsed > 0 else None,
-            "ranks": self._final_ranks or self._supervisor.rank_statuses(), "recent": list(self.recent), "error": self.error,
+            "ranks": self._final_ranks or self._supervisor.rank_statuses(),
+            "recent": list(self.recent), "error": self.error,
         }
 
     async def wait(self, done: Callable[[], bool], timeout_s: float) -> bool:

@@ -139,6 +139,7 @@ class Supervisor:
         for slot in self.ranks.values():
             if slot.ring is not None:
                 slot.ring.close()
+                slot.ring = None
         if left:
             log.error("these processes did not end: %s", left)
         return 1 if left else 0
@@ -213,7 +214,7 @@ class Supervisor:
     def _from_rank(self, sender: bytes, message: dict[str, Any]) -> None:
         rank, op = message["rank"], message["op"]
         slot = self.ranks.get(rank)
-        if slot is None or slot.process is None or not _pid_of(sender) == slot.process.pid:
+        if slot is None or slot.process is None or _pid_of(sender) != slot.process.pid:
             return  # somebody who is not (or no longer) this rank
         slot.last_sign = time.time()
         if op == "beat":

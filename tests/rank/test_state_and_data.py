@@ -106,9 +106,7 @@ def test_batchnorm_never_sees_a_single_sample():
     source.close()
 
 
-GOOD = dict(
-    model=torch.nn.Linear(1, 1), dataset=Samples(), loss_fn=torch.nn.functional.mse_loss,
-)  # fmt: skip
+GOOD = {"model": torch.nn.Linear(1, 1), "dataset": Samples(), "loss_fn": torch.nn.functional.mse_loss}
 OPTIONS = {"global_batch": 4, "evaluate_every": None}
 
 
