@@ -246,7 +246,9 @@ class Session:
                 return WaitInterrupted(f"run {run.name!r} has begun and goes on; end it with %ft_stop.")
         except (ClusterError, NoClusterError, RunError) as error:
             return WaitInterrupted(f"the training could not be called off: {error}")
-        return WaitInterrupted("the training had not begun.")
+        with contextlib.suppress(RunError):  # no rank was running the cell any more
+            self.request("stop_run")
+        return WaitInterrupted("the training had not begun and was called off.")
 
 
 def result_lines(result: dict[str, Any], num_ranks: int) -> Iterable[str]:

@@ -25,6 +25,7 @@ class Slot:
     gpu: int | None = None
     torch: str | None = None
     step: int | None = None
+    phase: str = "starting"  # what its training thread does: starting, idle, loading, training
     heartbeats: Heartbeats = field(default_factory=lambda: Heartbeats(BEAT_S))
     ring: RingReader | None = None  # its reports of steps, in shared memory
     answered: float = 0.0  # monotonic time of the last "beat_seen" sent to it

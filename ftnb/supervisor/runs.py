@@ -271,6 +271,8 @@ class ActiveRun:
         self.state, self.reason, self.ended = action.state, action.reason, time.time()
         self.error = dict(action.error) if action.error else None
         if action.state == "stopped":
+            if (why := self._supervisor.stop_reason) and why not in self.reason:
+                self.reason += f" The cluster was stopped: {why}."
             self.reason += (
                 " Nothing was saved: this version of ftnb has no checkpoints yet; run.state_dict() has the weights."
             )

@@ -58,7 +58,7 @@ class Supervisor:
         self._weights: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._rank_changed = asyncio.Event()
         self._stopping = asyncio.Event()
-        self._stop_reason = ""
+        self.stop_reason = ""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._clients: set[int] = set()  # descriptors of connected clients
         self._alone_since = time.monotonic()
@@ -98,7 +98,7 @@ class Supervisor:
         ):
             self.spawn(work)
         await self._stopping.wait()
-        log.info("stopping: %s", self._stop_reason)
+        log.info("stopping: %s", self.stop_reason)
         code = await self._shut_down()
         # Last answers (to the one who asked for the stop) get a moment to leave.
         for sock in (self._client_socket, self._rank_socket):
@@ -120,7 +120,7 @@ class Supervisor:
             log.error("internal error", exc_info=error)
 
     def stop(self, reason: str) -> None:
-        self._stop_reason = self._stop_reason or reason
+        self.stop_reason = self.stop_reason or reason
         self._stopping.set()
 
     async def _shut_down(self) -> int:
@@ -128,7 +128,7 @@ class Supervisor:
             self.run.handle(planner.HoldWanted("stop", 0))
             await self.run.wait(lambda: self.run.is_over, 0.5)
             if not self.run.is_over:
-                self.run.give_up("stopped", f"The cluster was stopped: {self._stop_reason}.")
+                self.run.give_up("stopped", f"The cluster was stopped: {self.stop_reason}.")
         self.connection_file.unlink(missing_ok=True)
         for slot in self.ranks.values():
             slot.state = "stopping" if slot.alive else slot.state
@@ -225,6 +225,7 @@ class Supervisor:
             slot.agent, slot.host = sender, message["host"]
         elif op == "warm":
             slot.num_gpus, slot.torch, slot.state = message["num_gpus"], message["torch"], "idle"
+            slot.phase = "idle"
             self._rank_changed.set()
         elif op == "broken":
             slot.state, slot.problem = "failed", message["reason"]
@@ -272,6 +273,7 @@ class Supervisor:
 
     def _beat(self, slot: Slot, message: dict[str, Any]) -> None:
         slot.heartbeats.beat(time.monotonic())
+        slot.phase = message["phase"]
         slot.step = message["step"] if message["step"] is not None else slot.step
         now = time.monotonic()
         if now - slot.answered > 1.0 and slot.agent:
@@ -469,6 +471,9 @@ class Supervisor:
         return active.info()
 
     async def _op_stop_run(self, run: str | None = None, save: bool = True, **_: Any) -> dict[str, Any]:
+        if self.loads:
+            self.call_load_off()
+            return {"state": "stopped"}
         active = self.going_run(run)
         active.stop()
         await active.wait(lambda: active.is_over, planner.STOP_PATIENCE_S + 2)
@@ -517,6 +522,13 @@ class Supervisor:
         if run.is_over:
             raise RunError(f"Run {run.name!r} is over ({run.state}). Start one with a %%ft_train cell.")
         return run
+
+    def call_load_off(self) -> None:
+        """Give up waiting for ranks that still run the cell. A thread cannot be interrupted: they are killed."""
+        for rank, future in self.loads.items():
+            if not future.done():
+                future.set_result({"ok": False, "kind": "called off", "error": {"evalue": ""}})
+                self.signal_rank(rank)
 
     def run_ended(self, run: ActiveRun) -> None:
         for slot in self.ranks.values():

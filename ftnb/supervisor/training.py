@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 # Mistakes show in the first step; the cell waits for it, but not for a slow one (compilation, say).
 FIRST_STEP_S = 3.0
+# How long a new run waits for ranks to come out of the last one.
+BUSY_PATIENCE_S = 5.0
 
 
 async def start(supervisor: Supervisor, request: dict[str, Any]) -> dict[str, Any]:
@@ -42,13 +45,14 @@ async def start(supervisor: Supervisor, request: dict[str, Any]) -> dict[str, An
 
 async def _start(supervisor: Supervisor, request: dict[str, Any]) -> dict[str, Any]:
     options, notes = request["options"], []
+    busy = await _end_busy(supervisor)
+    if busy:
+        notes.append(f"{_named(busy)} did not come out of the last run's step: ended, and started again.")
     missing = [rank for rank, slot in supervisor.ranks.items() if not slot.usable]
     if missing:
         await supervisor.start_ranks(missing)
-        notes.append(
-            f"Rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} had been lost and "
-            f"{'were' if len(missing) > 1 else 'was'} started again."
-        )
+        if lost := [rank for rank in missing if rank not in busy]:
+            notes.append(f"{_named(lost)} had been lost and {'were' if len(lost) > 1 else 'was'} started again.")
     members = sorted(supervisor.ranks)
     answers, output = await _load(supervisor, request, members)
     signatures = {rank: answer["signature"] for rank, answer in answers.items()}
@@ -77,6 +81,23 @@ async def _start(supervisor: Supervisor, request: dict[str, Any]) -> dict[str, A
         "run": run.name, "directory": str(run.directory), "total_steps": run.total_steps,
         "dataset_len": run.dataset_len, "notes": notes, "output": _grouped(output),
     }
+
+
+async def _end_busy(supervisor: Supervisor) -> list[int]:
+    """Ranks whose training thread is still in the last run (a very long step, an endless loop) are ended."""
+    deadline = time.monotonic() + BUSY_PATIENCE_S
+
+    def busy() -> list[int]:
+        return [rank for rank, slot in supervisor.ranks.items() if slot.usable and slot.phase != "idle"]
+
+    while busy() and time.monotonic() < deadline:
+        await asyncio.sleep(0.02)
+    ended = busy()
+    for rank in ended:
+        supervisor.signal_rank(rank)
+    while any(supervisor.ranks[rank].usable for rank in ended):
+        await asyncio.sleep(0.02)
+    return ended
 
 
 async def _load(
@@ -114,12 +135,17 @@ def _drop(supervisor: Supervisor, ranks: list[int]) -> None:
 
 def _load_error(
     bad: dict[int, dict[str, Any]], num_ranks: int, output: list[list[Any]]
-) -> CellError | CheckError | ClusterError:
+) -> CellError | CheckError | ClusterError | RunError:
     """One error for what one or more ranks answered: the same thing said four times is said once."""
     first = bad[min(bad)]
     error = first["error"]
     ranks = sorted(r for r, a in bad.items() if _key(a) == _key(first))
     where = "all ranks" if len(ranks) == num_ranks and num_ranks > 1 else f"rank {', '.join(map(str, ranks))}"
+    if called_off := [rank for rank, answer in bad.items() if answer["kind"] == "called off"]:
+        return RunError(
+            f"The training was called off while {_named(called_off).lower()} still ran the cell; the next %%ft_train "
+            "starts them again."
+        )
     if first["kind"] == "died":
         return ClusterError(
             f"Rank {ranks[0]} ended while it ran the cell: {error['evalue']}. The other ranks are unharmed; the next "
@@ -132,6 +158,10 @@ def _load_error(
     return CellError(f"{text}\n(raised{line}, on {where}; the engines are unharmed, look at them with %%px)", **{
         "ranks": ranks, "output": output, **{k: error[k] for k in ("etype", "evalue", "lineno", "step", "traceback")},
     })
+
+
+def _named(ranks: list[int]) -> str:
+    return f"Rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"
 
 
 def _key(answer: dict[str, Any]) -> tuple[Any, ...]:

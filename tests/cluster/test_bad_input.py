@@ -47,7 +47,7 @@ CELLS = {
         CheckError, ["LBFGS needs a closure", "SGD, Adam"],
     ),
     "an iterable dataset": (
-        CELL + "class Stream(torch.utils.data.IterableDataset):\n    pass\ndataset = Stream()\n",
+        CELL + "class Stream(torch.utils.data.IterableDataset):\n    __iter__ = None\ndataset = Stream()\n",
         CheckError, ["IterableDataset", "map-style"],
     ),
     "a DataLoader": (

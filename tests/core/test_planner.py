@@ -540,7 +540,7 @@ def test_held_ranks_are_not_forgotten_by_an_unpause_that_is_taken_back_while_the
     """They have said so once and stay where they are; no release was sent."""
     state, _ = play(planner.new(20), Started((0, 1)), HoldWanted("pause", 0), *ready(1, {0: 0, 1: 0}))
     state, _ = play(state, RankFormed(0, 1, 10.0, 10.0), RankHeld(0, 1, 0), Unpause())
-    state, _ = play(state, RankHeld(0, 1, 0), HoldWanted("pause", 0), RankFormed(1, 1, 10.0, 10.0))
+    state, _ = play(state, HoldWanted("pause", 0), RankFormed(1, 1, 10.0, 10.0))
     state, actions = play(state, RankHeld(1, 1, 0))
     assert kinds(actions) == ["paused"] and state.paused
 
