@@ -46,9 +46,7 @@ def module_name(path):
 
 
 def modules():
-    return {
-        module_name(path): path for path in sorted(PACKAGE.rglob("*.py")) if "_notebooks" not in path.parts
-    }
+    return {module_name(path): path for path in sorted(PACKAGE.rglob("*.py")) if "_notebooks" not in path.parts}
 
 
 def part_of(module):

@@ -316,6 +316,8 @@ def _regroup(state: State) -> tuple[State, list[Action]]:
         formed={},
         finished=frozenset(),
         unexplained_since=None,
+        raised_since=None,
+        left=frozenset(),
         early_commits=(),
         held=frozenset(),
         hold_answers={},
@@ -392,7 +394,7 @@ def _step_failed(now: float, state: State, event: StepFailed) -> tuple[State, li
         state = replace(state, raised={**state.raised, event.rank: event.failure})
         if state.phase == "regrouping":
             return state, []
-    elif event.generation != state.generation or event.rank not in state.members:
+    elif event.generation != state.generation or event.rank not in state.members or event.rank in state.left:
         return state, []
     actions: list[Action] = []
     state = replace(state, left=state.left | {event.rank})

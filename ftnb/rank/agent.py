@@ -92,8 +92,14 @@ class Agent:
                 self._beat(sock)
                 next_beat = max(next_beat + BEAT_S, now)
             if now - self._last_word > self._linger_s:
-                # The supervisor is gone for good: nobody could stop this process any more.
-                os._exit(3)
+                self._end_alone()
+
+    def _end_alone(self) -> None:
+        """The supervisor is gone for good: nobody could stop this process, or the controller, any more."""
+        pid, _, started = os.environ.get("FTNB_CONTROLLER", "").partition(":")
+        if pid and proc.ProcessId(int(pid), started).is_alive():
+            proc.kill_session(int(pid))
+        os._exit(3)
 
     def _send(self, sock: zmq.Socket, op: str, **fields: Any) -> None:
         sock.send_multipart(messages.encode({"op": op, "rank": self.rank, **fields}))

@@ -82,6 +82,10 @@ class Engines:
         """ipyparallel's connection file for clients."""
         return self.cluster.controller.connection_files["client"]
 
+    @property
+    def controller(self) -> proc.ProcessId | None:
+        return proc.identify(self.cluster.controller.pid)
+
     async def start_rank(
         self, rank: int, environment: dict[str, str], on_exit: Callable[[int, int, int | None], None]
     ) -> int:

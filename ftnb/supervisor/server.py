@@ -76,7 +76,7 @@ class Supervisor:
         authenticator.configure_curve_callback(domain="ftnb", credentials_provider=_OnlyKey(peer_public))
         self._client_socket = sockets.server_socket(context, zmq.ROUTER, server_secret, server_public)
         self._rank_socket = sockets.server_socket(context, zmq.ROUTER, server_secret, server_public)
-        monitor = self._client_socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        monitor = self._client_socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         host = "127.0.0.1"
         ports = [
             s.bind_to_random_port(f"tcp://{host}")
@@ -172,6 +172,8 @@ class Supervisor:
             environment = {
                 "FTNB_RANK": str(rank), "FTNB_CONNECTION": str(self.connection_file), "FTNB_RING": str(ring.path)
             }
+            if controller := self._engines.controller:
+                environment["FTNB_CONTROLLER"] = f"{controller.pid}:{controller.started}"
             pid = await self._engines.start_rank(rank, environment, self._rank_exited)
             self.ranks[rank].process = proc.identify(pid)
         deadline = time.monotonic() + START_TIMEOUT_S
@@ -412,7 +414,7 @@ class Supervisor:
         """Count connected clients by their connections, which ZeroMQ keeps up while a notebook is busy."""
         while True:
             event = await recv_monitor_message(monitor)
-            if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            if event["event"] == zmq.EVENT_ACCEPTED:
                 self._clients.add(event["value"])
             elif event["event"] == zmq.EVENT_DISCONNECTED:
                 self._clients.discard(event["value"])

@@ -82,9 +82,7 @@ def meeting(name: str, num_ranks: int = NUM_RANKS) -> str:
 # --- waiting and processes
 
 
-def wait_until(
-    condition: Callable[[], Any], what: str, limit_s: float = DEADLINE_S, every_s: float = 0.01
-) -> Any:
+def wait_until(condition: Callable[[], Any], what: str, limit_s: float = DEADLINE_S, every_s: float = 0.01) -> Any:
     """The first true value of `condition()`."""
     deadline = time.monotonic() + limit_s
     while not (value := condition()):
@@ -233,10 +231,7 @@ def assert_same(found: Iterable[float], wanted: Iterable[float], tolerance: floa
     """Equal step by step, relative to the size of the numbers."""
     found, wanted = list(found), list(wanted)
     assert len(found) == len(wanted)
-    worst = max(
-        (abs(a - b) / max(abs(b), 1e-3), step, a, b)
-        for step, (a, b) in enumerate(zip(found, wanted), start=1)
-    )
+    worst = max((abs(a - b) / max(abs(b), 1e-3), step, a, b) for step, (a, b) in enumerate(zip(found, wanted), start=1))
     assert worst[0] <= tolerance, f"step {worst[1]}: {worst[2]!r}, not {worst[3]!r}"
 
 
@@ -285,14 +280,10 @@ def check_books(run: ftnb.Run, steps: int, *, num_samples: int = NUM_SAMPLES, gl
                 fetched += order[position : position + size]
             position += size
         digest = sum(map(splitmix64, fetched)) % 2**64
-        assert line["digest"] == f"{digest:016x}", (
-            f"step {step}: other samples were fetched than belong to it"
-        )
+        assert line["digest"] == f"{digest:016x}", f"step {step}: other samples were fetched than belong to it"
         used.setdefault(epoch, Counter()).update(order[start:stop])
     lost = [event for event in events if event["kind"] == "rank_failed"]
-    assert sum(bool(line.get("unreported")) for line in ledger) <= len(lost), (
-        "only the dead may fail to report"
-    )
+    assert sum(bool(line.get("unreported")) for line in ledger) <= len(lost), "only the dead may fail to report"
     for epoch, counts in used.items():
         if epoch * math.ceil(num_samples / global_batch) <= steps:
             assert counts == Counter(range(num_samples)), f"epoch {epoch}: every sample exactly once"
@@ -308,9 +299,7 @@ def members_by_generation(run: ftnb.Run) -> dict[int, list[int]]:
 PHASES = ("detect_s", "fence_s", "regroup_s", "restore_s", "first_step_s")
 
 
-def check_recoveries(
-    run: ftnb.Run, lost: Iterable[int], *, injected: Iterable[int] | None = None
-) -> list[dict]:
+def check_recoveries(run: ftnb.Run, lost: Iterable[int], *, injected: Iterable[int] | None = None) -> list[dict]:
     """The events of a run that lost these ranks and recovered: all there, once, in order. Returns `recovered`."""
     events = run.events()
     lost = sorted(lost)
@@ -323,9 +312,7 @@ def check_recoveries(
     injected = lost if injected is None else sorted(injected)
     assert sorted(e["rank"] for e in events if e["kind"] == "fault_injected") == injected
     recovered = [event for event in events if event["kind"] == "recovered"]
-    assert sorted(rank for event in recovered for rank in event["ranks"]) == lost, (
-        "each loss is recovered from once"
-    )
+    assert sorted(rank for event in recovered for rank in event["ranks"]) == lost, "each loss is recovered from once"
     for rank in lost:
         place = {kind: position(events, kind, rank) for kind in ("rank_failed", "rank_fenced")}
         if rank in injected:
@@ -339,31 +326,26 @@ def check_recoveries(
         assert regrouped and place["rank_fenced"] < regrouped[0], kinds
         assert rank not in events[regrouped[0]]["members"]
         back = next(
-            number
-            for number, event in enumerate(events)
-            if event["kind"] == "recovered" and rank in event["ranks"]
+            number for number, event in enumerate(events) if event["kind"] == "recovered" and rank in event["ranks"]
         )
         assert regrouped[0] < back
     for event in recovered:
         assert all(event[phase] >= 0 for phase in PHASES), event
         assert abs(sum(event[phase] for phase in PHASES) - event["mttr_s"]) < 1e-4, event
         assert event["lost_steps"] in (0, 1), "at most the step in flight is done again"
-    generations = [event["generation"] for event in events]
-    assert generations == sorted(generations)
+    # A failure names the generation that it broke; a second one may come when the next is forming already.
+    generations = [e["generation"] for e in events if e["kind"] not in ("rank_suspected", "rank_failed")]
+    assert generations == sorted(generations), "generations only grow"
     return recovered
 
 
 def position(events: list[dict[str, Any]], kind: str, rank: int) -> int:
-    found = [
-        number for number, event in enumerate(events) if event["kind"] == kind and event.get("rank") == rank
-    ]
+    found = [number for number, event in enumerate(events) if event["kind"] == kind and event.get("rank") == rank]
     assert len(found) == 1, f"{kind} of rank {rank}: {len(found)} times"
     return found[0]
 
 
-def check_report(
-    report: Any, lost: Iterable[int], *, kind: str = "kill", world_size: int = NUM_RANKS
-) -> None:
+def check_report(report: Any, lost: Iterable[int], *, kind: str = "kill", world_size: int = NUM_RANKS) -> None:
     lost = sorted(lost)
     assert report.state == "finished", report
     assert report.problems == []

@@ -192,15 +192,11 @@ def test_a_running_training_is_not_disturbed(session: ftnb.Session, reference: R
     refused(UsageError, ["no rank 7", "ranks 0 to 3"], lambda: run.inject("kill", rank=7))
     refused(UsageError, ["no fault 'kil'", "Did you mean kill"], lambda: run.inject("kil", rank=1))
     refused(UsageError, ["'hang' is not available yet"], lambda: run.inject("hang", rank=1))
-    refused(
-        UsageError, ["Step 401 will never come", "400 steps"], lambda: run.inject("kill", rank=1, at_step=401)
-    )
+    refused(UsageError, ["Step 401 will never come", "400 steps"], lambda: run.inject("kill", rank=1, at_step=401))
     refused(UsageError, ["Step 1 is past already"], lambda: run.inject("kill", rank=1, at_step=1))
     refused(UsageError, ["at_step or after_s"], lambda: run.inject("kill", rank=1, at_step=399, after_s=1))
     refused(UsageError, ["at_step takes a whole number"], lambda: run.inject("kill", rank=1, at_step=0))
-    refused(
-        UsageError, ["num_ranks takes a whole number of at least 1, not 0"], lambda: ftnb.Session.start(0)
-    )
+    refused(UsageError, ["num_ranks takes a whole number of at least 1, not 0"], lambda: ftnb.Session.start(0))
     refused(UsageError, ["10000 ranks need about", "Start at most"],
             lambda: ftnb.Session.start(10_000, name="huge"))  # fmt: skip
     refused(UsageError, ["cannot be the name of a cluster"], lambda: ftnb.Session.start(2, name="a/b"))

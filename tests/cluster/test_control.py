@@ -119,15 +119,14 @@ def evaluate(model):
 """
 
 
-@pytest.mark.parametrize("victim", [0, 3])
-def test_evaluate_every(session: ftnb.Session, victim: int) -> None:
+def test_evaluate_every(session: ftnb.Session) -> None:
     """On rank 0, or on whoever comes next when that one is lost; the value is that of the step's own weights."""
     cell = CELL.replace("torch.nn.Tanh()", "torch.nn.Tanh(), torch.nn.Dropout(0.0)") + EVALUATE
     run = session.train(cell, steps=STEPS, global_batch=GLOBAL_BATCH, evaluate_every=10, names={})
-    run.inject("kill", rank=victim, at_step=145)
-    check_report(run.wait(timeout_s=60), [victim])
+    run.inject("kill", rank=0, at_step=145)
+    check_report(run.wait(timeout_s=60), [0])
     check_books(run, STEPS)
-    check_recoveries(run, [victim])
+    check_recoveries(run, [0])
     evaluated = {line["step"]: line["total"] for line in run.metrics() if "total" in line}
     assert list(evaluated) == list(range(10, STEPS + 1, 10))
     assert {line.get("size") for line in run.metrics()} == {None, 7.0}
@@ -222,9 +221,7 @@ def test_weighted_loss_against_the_reference(session: ftnb.Session, workers: int
     assert max(reference.losses) > 1.5 * min(reference.losses)
 
 
-def test_a_plain_mean_in_training_step_is_the_same_as_loss_fn(
-    session: ftnb.Session, reference: Reference
-) -> None:
+def test_a_plain_mean_in_training_step_is_the_same_as_loss_fn(session: ftnb.Session, reference: Reference) -> None:
     cell = (
         DATA
         + MODEL
@@ -262,10 +259,10 @@ def test_a_function_instead_of_a_cell(session: ftnb.Session, reference: Referenc
         numbers = torch.Generator().manual_seed(1)
         inputs = torch.randn(50, 6, generator=numbers, dtype=torch.float64)
         targets = torch.sin(inputs.sum(1, keepdim=True))
-        dataset = torch.utils.data.TensorDataset(inputs, targets)
+        dataset = torch.utils.data.TensorDataset(inputs, targets)  # noqa: F841
         model = torch.nn.Sequential(torch.nn.Linear(6, 12), torch.nn.Tanh(), torch.nn.Linear(12, 1)).double()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        loss_fn = torch.nn.functional.mse_loss
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)  # noqa: F841
+        loss_fn = torch.nn.functional.mse_loss  # noqa: F841
 
     run = session.train(cell, steps=STEPS, global_batch=GLOBAL_BATCH)
     check_report(run.wait(timeout_s=60), [])

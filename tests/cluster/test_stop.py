@@ -15,6 +15,7 @@ from cluster_tools import (
     Reference,
     assert_same,
     check_books,
+    check_recoveries,
     check_report,
     losses_of,
     processes_of,
@@ -46,10 +47,7 @@ def stop_and_look(cluster: SharedCluster, session: ftnb.Session) -> str:
 
 def exits(log: str) -> dict[int, str]:
     """Of each rank the words of its last exit."""
-    return {
-        int(rank): words
-        for rank, words in re.findall(r"rank (\d+) \(pid \d+\) is gone, it was \w+: (.*)", log)
-    }
+    return {int(rank): words for rank, words in re.findall(r"rank (\d+) \(pid \d+\) is gone, it was \w+: (.*)", log)}
 
 
 def train_long(session: ftnb.Session, **options) -> ftnb.Run:
@@ -58,56 +56,51 @@ def train_long(session: ftnb.Session, **options) -> ftnb.Run:
     return run
 
 
-def flat_numbers(session: ftnb.Session, ranks: list[int]) -> dict[int, tuple[int, int, float]]:
-    """Open descriptors, threads and resident megabytes of each of these ranks."""
-    processes = {rank: psutil.Process(process.pid) for rank, process in processes_of(session).items()}
-    return {
-        rank: (
-            processes[rank].num_fds(),
-            processes[rank].num_threads(),
-            processes[rank].memory_info().rss / 1e6,
-        )
-        for rank in ranks
-    }
+def numbers_of(process: psutil.Process) -> tuple[int, int, int]:
+    """Open descriptors, threads, and resident memory in MB."""
+    return process.num_fds(), process.num_threads(), round(process.memory_info().rss / 1e6)
 
 
-@pytest.mark.parametrize("times", [20, pytest.param(100, marks=pytest.mark.long)])
-def test_kills_and_restarts_leave_the_survivors_as_they_were(cluster: SharedCluster, times: int) -> None:
-    """Ranks 0 and 1 live through it all; rank 2 is killed in every run and started again by the next one."""
+# What may come and go: a connection that is being closed, a thread of a pool, the allocator's caches.
+ALLOWANCE = (4, 2, 40)
+WARM_UP = 4  # runs until caches and thread pools have their size
+
+
+@pytest.mark.parametrize("kills", [20, pytest.param(100, marks=pytest.mark.long)])
+def test_kills_and_restarts_leave_the_survivor_as_it_was(cluster: SharedCluster, kills: int) -> None:
+    """Rank 0 lives through it all; ranks 1 and 2 are killed in every run and started again by the next one."""
     session = cluster.session(num_ranks=3)
-    supervisor = psutil.Process(session.hello["supervisor_pid"])
-    steps, reference = 30, Reference(CELL, 30)
-    survivors = {rank: process for rank, process in processes_of(session).items() if rank != 2}
-    numbers = []
-    for number in range(times):
-        run = session.train(
-            CELL, steps=steps, global_batch=GLOBAL_BATCH, names={}, name="flat", show=lambda text: None
-        )
-        ranks = processes_of(session)
-        assert {rank: ranks[rank] for rank in survivors} == survivors
-        run.inject("kill", rank=2)
-        report = run.wait(timeout_s=60)
-        if report.failures:  # it may have been through before the kill
-            check_report(report, [2], world_size=3)
-        assert_same(losses_of(run), reference.losses, SAME_F64)
+    steps, reference = 120, Reference(CELL, 120)
+    survivor = processes_of(session)[0]
+    watched = {
+        "rank 0": psutil.Process(survivor.pid), "supervisor": psutil.Process(session.hello["supervisor_pid"]),
+    }  # fmt: skip
+    numbers: list[dict[str, tuple[int, int, int]]] = []
+    for number in range(kills // 2):
+        run = session.train(CELL, steps=steps, global_batch=GLOBAL_BATCH, names={}, name="flat", show=lambda text: None)
+        for rank in (1, 2) if number % 2 else (2, 1):
+            run.inject("kill", rank=rank)
+        check_report(run.wait(timeout_s=60), [1, 2], world_size=3)
+        check_recoveries(run, [1, 2])
         check_books(run, steps)
-        wait_until(lambda: sorted(processes_of(session)) == [0, 1], "rank 2 is gone")
+        assert_same(losses_of(run), reference.losses, SAME_F64)
+        assert processes_of(session) == {0: survivor}
         cluster.census.take()
-        numbers.append({
-            **flat_numbers(session, [0, 1]),
-            "supervisor": (supervisor.num_fds(), supervisor.num_threads(), supervisor.memory_info().rss / 1e6),
-        })  # fmt: skip
-        assert number < times
-    # The first runs warm up caches and thread pools; from then on nothing grows with the number of runs.
-    for who in (0, 1, "supervisor"):
-        early, late = numbers[4][who], numbers[-1][who]
-        assert late[0] <= early[0] + 3, f"descriptors of {who}: {[entry[who][0] for entry in numbers]}"
-        assert late[1] <= early[1] + 2, f"threads of {who}: {[entry[who][1] for entry in numbers]}"
-        assert late[2] <= early[2] + 40, f"megabytes of {who}: {[round(entry[who][2]) for entry in numbers]}"
+        numbers.append({who: numbers_of(process) for who, process in watched.items()})
+    before = numbers[WARM_UP]
+
+    def flat() -> bool:
+        numbers[-1] = {who: numbers_of(process) for who, process in watched.items()}
+        return all(
+            now <= early + allowed
+            for who in watched
+            for now, early, allowed in zip(numbers[-1][who], before[who], ALLOWANCE)
+        )
+
+    wait_until(flat, f"descriptors, threads, MB after each run: {numbers}", limit_s=10)
     log = stop_and_look(cluster, session)
-    assert log.count("rank 2 (pid") >= times
-    last = exits(log)
-    assert {last[0], last[1]} == {"it exited with code 0 (a clean exit)"}, last
+    assert log.count("is gone, it was") == kills + 1, "every kill, and rank 0 at the end"
+    assert exits(log)[0] == "it exited with code 0 (a clean exit)"
 
 
 def test_stop_while_training(cluster: SharedCluster) -> None:

@@ -122,9 +122,7 @@ class Rank:
         if self.wanted <= self.generation:
             return False
         self.generation = self.wanted
-        self._tell(
-            planner.RankReady(self.number, self.generation, self.committed, self.in_flight, self.failure)
-        )
+        self._tell(planner.RankReady(self.number, self.generation, self.committed, self.in_flight, self.failure))
         self.failure = None
         self.at = "wait_go"
         return True
@@ -246,9 +244,7 @@ class Rank:
             return True
         ranks, group = self.world.ranks, self.group
         # Where DataLoader workers hold copies of the sockets, a peer's end goes unnoticed.
-        return self.world.notices_peers and any(
-            peer in group.gone or ranks[peer].dead for peer in group.order.members
-        )
+        return self.world.notices_peers and any(peer in group.gone or ranks[peer].dead for peer in group.order.members)
 
     def _collective(self, name: object, then: str) -> bool:
         """Done when every member has called it. In a broken group some may get the result, others not."""

@@ -108,9 +108,7 @@ def test_one_odd_rank_among_many_is_always_found_and_named(num_ranks, data):
     odd_rank = data.draw(st.integers(0, num_ranks - 1))
     odd = data.draw(
         st.one_of(
-            st.builds(
-                with_tensor, st.integers(0, 2), st.integers(2, 5), st.integers().filter(lambda n: n > 999)
-            ),
+            st.builds(with_tensor, st.integers(0, 2), st.integers(2, 5), st.integers().filter(lambda n: n > 999)),
             st.builds(lambda n: signature(dataset_len=n), st.integers(101)),
             st.builds(lambda lr: signature(optimizer=["SGD", {"lr": lr}]), st.floats(0.2, 1.0)),
         )

@@ -76,6 +76,15 @@ def died(rank, failure="kill", fault_time=50.0):
     return RankDied(rank, failure, "it was killed (SIGKILL)", fault_time)
 
 
+def after_raise(state, rank, generation, step):
+    """`rank` has raised in `step`, and the time for the others to leave by themselves is over."""
+    state, actions = play(state, StepFailed(rank, generation, user_error(step)), now=50.0)
+    assert kinds(actions) == ["rank_suspected"]
+    state, actions = play(state, Tick(), now=50.01 + planner.RAISE_GRACE_S)
+    assert only(SendRegroup, actions).generation == generation + 1
+    return state
+
+
 def user_error(step, time=50.0, evalue="bad sample"):
     return Failure("user", step, time, {"etype": "ValueError", "evalue": evalue})
 
@@ -244,16 +253,27 @@ def test_an_exception_on_all_ranks_ends_the_run_and_kills_nobody():
     world.bad_step = 3
     end = world.drain()
     assert end.state == "failed"
-    assert end.reason.startswith(
-        "Every rank raised ValueError: on rank 0 in step 3: a bug in the training code."
-    )
+    assert end.reason.startswith("Every rank raised ValueError: on rank 0 in step 3: a bug in the training code.")
     assert world.all_of(Kill) == [] and not any(rank.dead for rank in world.ranks)
     assert end.error["step"] == 3 and end.error["ranks"] == [0, 1, 2]
     assert only(CloseGeneration, world.actions) == CloseGeneration(2, 2)
 
 
+def test_the_others_get_a_moment_to_raise_as_well_before_the_step_is_tried_again():
+    state, _ = play(in_training(), StepFailed(1, 1, user_error(5)))
+    state, actions = play(state, Tick(), now=50.0 + planner.RAISE_GRACE_S - 0.01)
+    assert actions == [] and state.generation == 1
+    state, actions = play(state, StepFailed(0, 1, user_error(5)))
+    assert actions == []
+    state, actions = play(state, StepFailed(2, 1, Failure("collective", 5, 50.0)))
+    assert only(SendRegroup, actions) == SendRegroup(2, (0, 1, 2)), "all have left: nothing to wait for"
+    # The moment belongs to that generation; ticks do not regroup the next.
+    state, actions = play(state, Tick(), now=60.0)
+    assert actions == []
+
+
 def test_the_first_cause_is_the_error_that_is_shown():
-    state, _ = play(in_training((0, 1)), StepFailed(1, 1, user_error(5, 50.2)))
+    state = after_raise(in_training((0, 1)), 1, 1, step=5)
     first = user_error(5, time=50.1, evalue="the cause")
     _, actions = play(
         state,
@@ -298,11 +318,11 @@ def test_an_exception_in_the_same_step_again_ends_the_run_and_kills_nobody():
 
 def test_a_step_that_has_worked_in_between_starts_anew():
     state = in_training((0, 1, 2, 3))
-    state, _ = play(state, StepFailed(3, 1, user_error(5)), *ready(2, dict.fromkeys(range(4), 4)))
+    state, _ = play(after_raise(state, 3, 1, step=5), *ready(2, dict.fromkeys(range(4), 4)))
     state, _ = play(state, *[RankFormed(rank, 2, 50.0, 50.0) for rank in (0, 1, 2)])
     state, _ = play(state, StepCommitted(0, 2, 5, 50.0), died(0), RankFenced(0))
-    state, _ = play(state, *ready(3, {1: 4, 2: 4}), StepFailed(2, 3, user_error(5)))
-    state, actions = play(state, *ready(4, {1: 4, 2: 4}))
+    state, _ = play(state, *ready(3, {1: 4, 2: 4}))
+    state, actions = play(after_raise(state, 2, 3, step=5), *ready(4, {1: 4, 2: 4}))
     assert only(SendGo, actions).members == (1,)
 
 
@@ -317,7 +337,7 @@ def test_exceptions_in_different_steps_cost_a_rank_each():
 
 def test_an_exception_is_not_forgotten_when_a_death_calls_for_yet_another_generation():
     """The rank tells its exception once, for a generation that never begins."""
-    state, _ = play(in_training(), StepFailed(2, 1, user_error(5)))
+    state = after_raise(in_training(), 2, 1, step=5)
     state, _ = play(state, RankReady(2, 2, 4, failure=user_error(5)), died(1), RankFenced(1))
     state, actions = play(state, *ready(3, {0: 4, 2: 4}))
     assert only(SendGo, actions).members == (0,)
@@ -332,7 +352,7 @@ def test_an_exception_that_is_heard_after_a_death_is_not_forgotten_either():
 
 
 def test_when_the_last_others_die_a_rank_that_raised_does_not_take_over():
-    state, _ = play(in_training((0, 1)), StepFailed(1, 1, user_error(5)))
+    state = after_raise(in_training((0, 1)), 1, 1, step=5)
     state, _ = play(state, RankReady(0, 2, 4), RankReady(1, 2, 4, failure=user_error(5)))
     _, actions = play(state, died(0))
     end = only(End, actions)
@@ -462,9 +482,7 @@ def test_a_proposal_that_comes_too_late_is_made_again_further_ahead():
     state, actions = play(in_training((0, 1)), HoldWanted("pause", 5))
     first = only(SendHold, actions)
     assert first.after_step == 7
-    state, actions = play(
-        state, HoldAnswered(0, first.hold_id, True, 6), HoldAnswered(1, first.hold_id, False, 8)
-    )
+    state, actions = play(state, HoldAnswered(0, first.hold_id, True, 6), HoldAnswered(1, first.hold_id, False, 8))
     second = only(SendHold, actions)
     assert second.after_step > 8 and second.hold_id > first.hold_id
     # Rank 0 had stopped at the first proposal; that does not count for the second.
