@@ -21,8 +21,8 @@ from zmq.utils.monitor import recv_monitor_message
 
 import ftnb
 from ftnb.core import planner
-from ftnb.errors import ClusterError, FtnbError, RunError, UsageError
-from ftnb.supervisor import training
+from ftnb.errors import ClusterError, FtnbError, UsageError
+from ftnb.supervisor import requests
 from ftnb.supervisor.engines import Engines
 from ftnb.supervisor.ranks import Slot
 from ftnb.supervisor.runs import ActiveRun
@@ -55,14 +55,14 @@ class Supervisor:
         self.store = StoreServer()
         self.loads: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self.load_output: dict[int, list[str]] | None = None
-        self._weights: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self.weights: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._rank_changed = asyncio.Event()
         self._stopping = asyncio.Event()
         self.stop_reason = ""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._clients: set[int] = set()  # descriptors of connected clients
         self._alone_since = time.monotonic()
-        self._engines: Engines | None = None
+        self.engines: Engines | None = None
 
     # --- life
 
@@ -135,7 +135,7 @@ class Supervisor:
             if slot.agent:
                 self.tell_rank(slot.rank, "exit")
         await asyncio.sleep(0)
-        left = await self._engines.end_all() if self._engines else []
+        left = await self.engines.end_all() if self.engines else []
         for slot in self.ranks.values():
             if slot.ring is not None:
                 slot.ring.close()
@@ -150,9 +150,9 @@ class Supervisor:
             "GLOO_SOCKET_IFNAME": "lo", "IPP_NONINTERACTIVE": "1", "FTNB_LINGER_S": str(max(self.linger_s, 5.0)),
         }
         try:
-            self._engines = Engines(self.directory, self.profile, environment)
+            self.engines = Engines(self.directory, self.profile, environment)
             self.ranks = {rank: Slot(rank) for rank in range(self.num_ranks)}
-            await self._engines.start_controller()
+            await self.engines.start_controller()
             await self.start_ranks(list(self.ranks))
         except Exception as error:
             log.exception("the cluster did not start")
@@ -163,7 +163,7 @@ class Supervisor:
 
     async def start_ranks(self, ranks: list[int]) -> None:
         """(Re)start the engines of these slots and wait until all are ready; raises `ClusterError`."""
-        assert self._engines is not None
+        assert self.engines is not None
         for rank in ranks:
             if (old := self.ranks[rank].ring) is not None:
                 old.close()
@@ -172,9 +172,9 @@ class Supervisor:
             environment = {
                 "FTNB_RANK": str(rank), "FTNB_CONNECTION": str(self.connection_file), "FTNB_RING": str(ring.path)
             }
-            if controller := self._engines.controller:
+            if controller := self.engines.controller:
                 environment["FTNB_CONTROLLER"] = f"{controller.pid}:{controller.started}"
-            pid = await self._engines.start_rank(rank, environment, self._rank_exited)
+            pid = await self.engines.start_rank(rank, environment, self._rank_exited)
             self.ranks[rank].process = proc.identify(pid)
         deadline = time.monotonic() + START_TIMEOUT_S
         while any(self.ranks[rank].state == "starting" for rank in ranks):
@@ -185,13 +185,13 @@ class Supervisor:
                 late = [r for r in ranks if self.ranks[r].state == "starting"]
                 raise ClusterError(
                     f"Rank {late[0]} did not get ready within {START_TIMEOUT_S:.0f} s. The end of its output:\n"
-                    f"{self._engines.output_of(late[0])}"
+                    f"{self.engines.output_of(late[0])}"
                 )
         for rank in ranks:
             if self.ranks[rank].state != "idle":
                 raise ClusterError(
                     f"Rank {rank} could not start: {self.ranks[rank].problem} The end of its output:\n"
-                    f"{self._engines.output_of(rank)}"
+                    f"{self.engines.output_of(rank)}"
                 )
 
     # --- ranks
@@ -239,7 +239,7 @@ class Supervisor:
             if (future := self.loads.get(rank)) and not future.done():
                 future.set_result(message)
         elif op == "weights":
-            if (future := self._weights.pop(rank, None)) and not future.done():
+            if (future := self.weights.pop(rank, None)) and not future.done():
                 future.set_result(message)
         elif op == "agent_error":
             log.error("agent of rank %d: %s", rank, message["traceback"])
@@ -328,7 +328,7 @@ class Supervisor:
         self._rank_changed.set()
         if (future := self.loads.get(rank)) and not future.done():
             future.set_result({"ok": False, "kind": "died", "error": {"evalue": words}})
-        if (future := self._weights.pop(rank, None)) and not future.done():
+        if (future := self.weights.pop(rank, None)) and not future.done():
             future.set_result({"step": None})
         self._drain(slot)
         if self.run is not None:
@@ -395,13 +395,13 @@ class Supervisor:
         number, op = message.pop("id", None), message.pop("op", "")
         reply: dict[str, Any] = {"id": number}
         try:
-            handler = getattr(self, f"_op_{op}", None)
+            handler = requests.HANDLERS.get(op)
             if handler is None:
                 raise UsageError(
                     f"The supervisor (ftnb {ftnb.__version__}) does not know the request {op!r}. Is the notebook's "
                     "ftnb another version? %ft_cluster stop, then start again."
                 )
-            reply |= {"ok": True, "result": await handler(**message)}
+            reply |= {"ok": True, "result": await handler(self, **message)}
         except FtnbError as error:
             reply |= {"ok": False, "error": error.to_wire()}
         except Exception as error:
@@ -425,112 +425,13 @@ class Supervisor:
             await asyncio.sleep(TICK_S)
             if self.run is not None:
                 self.run.tick()
-            if self._engines is not None:
-                self._engines.reap_orphans()
+            if self.engines is not None:
+                self.engines.reap_orphans()
             alone = not self._clients and time.monotonic() - self._alone_since > self.linger_s
             if alone and not self.keep:
                 self.stop(f"no notebook was connected for {self.linger_s:g} s")
 
-    async def _op_hello(self, **_: Any) -> dict[str, Any]:
-        ipp_file = self._engines.client_file if self._engines and self.state not in ("starting", "failed") else None
-        return {
-            "name": self.name, "supervisor_pid": os.getpid(), "version": ftnb.__version__,
-            "num_ranks": self.num_ranks, "backend": self.backend(), "threads": self.threads, "ipp_file": ipp_file,
-            "state": self.state, "run": self.run.name if self.run else None,
-        }
-
-    async def _op_status(self, **_: Any) -> dict[str, Any]:
-        run = self.run
-        return {
-            "name": self.name, "supervisor_pid": os.getpid(),
-            "state": run.state if run and not run.is_over else self.state,
-            "generation": run.generation if run else 0,
-            "world_size": len(run.members) if run and not run.is_over else sum(s.usable for s in self.ranks.values()),
-            "run": run.name if run else None, "num_ranks": self.num_ranks, "ranks": self.rank_statuses(),
-            "backend": self.backend(), "threads": self.threads, "error": self.error,
-        }
-
-    async def _op_train(self, **request: Any) -> dict[str, Any]:
-        return await training.start(self, request)
-
-    async def _op_run_info(self, run: str | None = None, **_: Any) -> dict[str, Any]:
-        return self.the_run(run).info()
-
-    async def _op_wait(self, run: str | None = None, hold_s: float = 1.0, **_: Any) -> dict[str, Any]:
-        active = self.the_run(run)
-        await active.wait(lambda: active.is_over, min(hold_s, 5.0))
-        return active.info()
-
-    async def _op_pause(self, run: str | None = None, **_: Any) -> dict[str, Any]:
-        active = self.going_run(run)
-        active.pause()
-        await active.wait(lambda: active.state == "paused" or active.is_over, 10.0)
-        return active.info()
-
-    async def _op_unpause(self, run: str | None = None, **_: Any) -> dict[str, Any]:
-        active = self.going_run(run)
-        active.unpause()
-        return active.info()
-
-    async def _op_stop_run(self, run: str | None = None, save: bool = True, **_: Any) -> dict[str, Any]:
-        if self.loads:
-            self.call_load_off()
-            return {"state": "stopped"}
-        active = self.going_run(run)
-        active.stop()
-        await active.wait(lambda: active.is_over, planner.STOP_PATIENCE_S + 2)
-        return active.info()
-
-    async def _op_inject(
-        self, kind: str, rank: int | None = None, at_step: int | None = None, after_s: float | None = None,
-        run: str | None = None, **_: Any,
-    ) -> dict[str, Any]:
-        if kind != "kill":
-            raise UsageError(f"The fault kind {kind!r} is not available yet; this version injects 'kill'.")
-        if rank is not None and rank not in self.ranks:
-            raise UsageError(f"There is no rank {rank}: this cluster has ranks 0 to {self.num_ranks - 1}.")
-        return await self.going_run(run).inject(kind, rank, at_step, after_s)
-
-    async def _op_prepare_weights(self, run: str | None = None, **_: Any) -> dict[str, Any]:
-        active = self.the_run(run)
-        if active is not self.run:
-            raise RunError(f"The ranks hold another run's weights by now ({self.run and self.run.name!r}).")
-        for rank in active.members:
-            if not self.ranks[rank].usable:
-                continue
-            future = self._weights[rank] = asyncio.get_running_loop().create_future()
-            self.tell_rank(rank, "weights")
-            with contextlib.suppress(TimeoutError):
-                answer = await asyncio.wait_for(future, 60)
-                if answer["step"] is not None:
-                    return {"rank": rank, "engine": rank, "step": answer["step"]}
-        raise RunError(f"No living rank holds the weights of run {active.name!r} any more. Run the cell again.")
-
-    async def _op_stop_cluster(self, **_: Any) -> dict[str, Any]:
-        asyncio.get_running_loop().call_later(0.02, self.stop, "a client asked for it")
-        return {}
-
     # --- for the parts of the supervisor
-
-    def the_run(self, name: str | None) -> ActiveRun:
-        if self.run is None:
-            raise RunError("Nothing has been trained on this cluster yet. Start with a %%ft_train cell.")
-        if name is not None and name != self.run.name:
-            raise RunError(f"The run {name!r} is not the last one of this cluster ({self.run.name!r} is).")
-        return self.run
-
-    def going_run(self, name: str | None) -> ActiveRun:
-        run = self.the_run(name)
-        if run.is_over:
-            raise RunError(f"Run {run.name!r} is over ({run.state}). Start one with a %%ft_train cell.")
-        return run
-
-    def call_load_off(self) -> None:
-        """Give up waiting for ranks that still run the cell. A thread cannot be interrupted: they are killed."""
-        for rank, future in self.loads.items():
-            if not future.done():
-                future.set_result({"ok": False, "kind": "called off", "error": {"evalue": ""}})
-                self.signal_rank(rank)
 
     def run_ended(self, run: ActiveRun) -> None:
         for slot in self.ranks.values():

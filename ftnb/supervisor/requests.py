@@ -1,0 +1,140 @@
+"""What a notebook can ask of the supervisor: one function per request, its arguments as they come over the wire."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+import ftnb
+from ftnb.core import planner
+from ftnb.errors import RunError, UsageError
+from ftnb.supervisor import training
+from ftnb.supervisor.runs import ActiveRun
+
+if TYPE_CHECKING:
+    from ftnb.supervisor.server import Supervisor
+
+
+async def hello(supervisor: Supervisor, **_: Any) -> dict[str, Any]:
+    stands = supervisor.engines is not None and supervisor.state not in ("starting", "failed")
+    return {
+        "name": supervisor.name, "supervisor_pid": os.getpid(), "version": ftnb.__version__,
+        "num_ranks": supervisor.num_ranks, "backend": supervisor.backend(), "threads": supervisor.threads,
+        "ipp_file": supervisor.engines.client_file if stands else None,
+        "state": supervisor.state, "run": supervisor.run.name if supervisor.run else None,
+    }
+
+
+async def status(supervisor: Supervisor, **_: Any) -> dict[str, Any]:
+    run = supervisor.run
+    return {
+        "name": supervisor.name, "supervisor_pid": os.getpid(),
+        "state": run.state if run and not run.is_over else supervisor.state,
+        "generation": run.generation if run else 0,
+        "world_size": len(run.members) if run and not run.is_over else sum(s.usable for s in supervisor.ranks.values()),
+        "run": run.name if run else None, "num_ranks": supervisor.num_ranks, "ranks": supervisor.rank_statuses(),
+        "backend": supervisor.backend(), "threads": supervisor.threads, "error": supervisor.error,
+    }
+
+
+async def train(supervisor: Supervisor, **request: Any) -> dict[str, Any]:
+    return await training.start(supervisor, request)
+
+
+async def run_info(supervisor: Supervisor, run: str | None = None, **_: Any) -> dict[str, Any]:
+    return the_run(supervisor, run).info()
+
+
+async def wait(supervisor: Supervisor, run: str | None = None, hold_s: float = 1.0, **_: Any) -> dict[str, Any]:
+    active = the_run(supervisor, run)
+    await active.wait(lambda: active.is_over, min(hold_s, 5.0))
+    return active.info()
+
+
+async def pause(supervisor: Supervisor, run: str | None = None, **_: Any) -> dict[str, Any]:
+    active = going_run(supervisor, run)
+    active.pause()
+    await active.wait(lambda: active.state == "paused" or active.is_over, 10.0)
+    return active.info()
+
+
+async def unpause(supervisor: Supervisor, run: str | None = None, **_: Any) -> dict[str, Any]:
+    active = going_run(supervisor, run)
+    active.unpause()
+    return active.info()
+
+
+async def stop_run(supervisor: Supervisor, run: str | None = None, save: bool = True, **_: Any) -> dict[str, Any]:
+    if supervisor.loads:
+        call_load_off(supervisor)
+        return {"state": "stopped"}
+    active = going_run(supervisor, run)
+    active.stop()
+    await active.wait(lambda: active.is_over, planner.STOP_PATIENCE_S + 2)
+    return active.info()
+
+
+async def inject(
+    supervisor: Supervisor, kind: str, rank: int | None = None, at_step: int | None = None,
+    after_s: float | None = None, run: str | None = None, **_: Any,
+) -> dict[str, Any]:
+    if kind != "kill":
+        raise UsageError(f"The fault kind {kind!r} is not available yet; this version injects 'kill'.")
+    if rank is not None and rank not in supervisor.ranks:
+        raise UsageError(f"There is no rank {rank}: this cluster has ranks 0 to {supervisor.num_ranks - 1}.")
+    return await going_run(supervisor, run).inject(kind, rank, at_step, after_s)
+
+
+async def prepare_weights(supervisor: Supervisor, run: str | None = None, **_: Any) -> dict[str, Any]:
+    active = the_run(supervisor, run)
+    if active is not supervisor.run:
+        raise RunError(f"The ranks hold another run's weights by now ({supervisor.run and supervisor.run.name!r}).")
+    for rank in active.members:
+        if not supervisor.ranks[rank].usable:
+            continue
+        future = supervisor.weights[rank] = asyncio.get_running_loop().create_future()
+        supervisor.tell_rank(rank, "weights")
+        with contextlib.suppress(TimeoutError):
+            answer = await asyncio.wait_for(future, 60)
+            if answer["step"] is not None:
+                return {"rank": rank, "engine": rank, "step": answer["step"]}
+    raise RunError(f"No living rank holds the weights of run {active.name!r} any more. Run the cell again.")
+
+
+async def stop_cluster(supervisor: Supervisor, **_: Any) -> dict[str, Any]:
+    asyncio.get_running_loop().call_later(0.02, supervisor.stop, "a client asked for it")
+    return {}
+
+
+def the_run(supervisor: Supervisor, name: str | None) -> ActiveRun:
+    if supervisor.run is None:
+        raise RunError("Nothing has been trained on this cluster yet. Start with a %%ft_train cell.")
+    if name is not None and name != supervisor.run.name:
+        raise RunError(f"The run {name!r} is not the last one of this cluster ({supervisor.run.name!r} is).")
+    return supervisor.run
+
+
+def going_run(supervisor: Supervisor, name: str | None) -> ActiveRun:
+    run = the_run(supervisor, name)
+    if run.is_over:
+        raise RunError(f"Run {run.name!r} is over ({run.state}). Start one with a %%ft_train cell.")
+    return run
+
+
+def call_load_off(supervisor: Supervisor) -> None:
+    """Give up waiting for ranks that still run the cell. A thread cannot be interrupted: they are killed."""
+    for rank, future in supervisor.loads.items():
+        if not future.done():
+            future.set_result({"ok": False, "kind": "called off", "error": {"evalue": ""}})
+            supervisor.signal_rank(rank)
+
+
+HANDLERS: dict[str, Callable[..., Awaitable[dict[str, Any]]]] = {
+    handler.__name__: handler
+    for handler in (
+        hello, status, train, run_info, wait, pause, unpause, stop_run, inject, prepare_weights, stop_cluster
+    )
+}
