@@ -161,7 +161,7 @@ class Training:
         try:
             ddp = DistributedDataParallel(
                 model, device_ids=[self.job.device.index] if self.job.device.type == "cuda" else None,
-                init_sync=False, broadcast_buffers=False, gradient_as_bucket_view=True,
+                init_sync=False, forward_sync_buffers=False, gradient_as_bucket_view=True,
             )
             ddp.register_comm_hook(None, group.collectives.sum_gradients)
             if self.job.training_step:
