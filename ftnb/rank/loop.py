@@ -92,9 +92,9 @@ class Training:
                     "ready", generation=generation, committed=self.committed, in_flight=self.in_flight,
                     failure=failure,
                 )
-                failure = None
                 try:
                     order = self._orders.wait_go(generation)
+                    failure = None
                     self._generation(order)
                 except Superseded:
                     pass

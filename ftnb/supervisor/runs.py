@@ -51,6 +51,7 @@ class ActiveRun:
         self._state = planner.new(total_steps)
         self._assembler = StepAssembler(dataset_len, options["global_batch"], options["evaluate_every"])
         self._recorder = Recorder(directory)
+        self._open_generation = 0
         self._evaluated_step = 0
         self._faults: dict[int, dict[str, Any]] = {}
         self._fault_ids = itertools.count(1)
@@ -80,9 +81,8 @@ class ActiveRun:
 
     def committed(self, record: list[Any]) -> None:
         _, generation, step, rank, when, lr, norm, step_s = record
-        if generation != self._state.generation:
-            return
-        if step > self.step:
+        # The books' generation, not the planner's: commits may still come in when the next one is being formed.
+        if generation == self._open_generation and step > self.step:
             first, self.step = self.step == 0, step
             self._steps_s.append((when, step))
             if first:
@@ -232,6 +232,7 @@ class ActiveRun:
                 supervisor.tell_rank(rank, "regroup", generation=action.generation)
         elif isinstance(action, planner.OpenGeneration):
             self._assembler.open_generation(action.generation, action.members, action.first_step)
+            self._open_generation = action.generation
         elif isinstance(action, planner.CloseGeneration):
             self._write(self._assembler.close_generation(action.last_committed))
             self.step = action.last_committed
