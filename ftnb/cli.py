@@ -13,7 +13,14 @@ from ftnb.errors import FtnbError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parsed = _parser().parse_args(arguments)
+    parser = _parser()
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    # What `ftnb lab` does not know, and all that follows `--`, is JupyterLab's.
+    cut = given.index("--") if "--" in given else len(given)
+    parsed, unknown = parser.parse_known_args(given[:cut])
+    parsed.others = unknown + given[cut + 1 :]
+    if parsed.others and parsed.run is not _lab:
+        parser.error(f"unrecognized arguments: {' '.join(parsed.others)}")
     # Asked to end from outside: leave through the same `finally` blocks as Ctrl-C does.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _end)
@@ -37,9 +44,11 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("-n", "--num-ranks", type=int, help="ranks (4, fewer in a small container)")
     demo.add_argument("--steps", type=int, default=400, help="updates to make (default 400)")
     demo.set_defaults(run=_demo)
-    lab = commands.add_parser("lab", help="copy the tutorials and open them in JupyterLab")
+    lab = commands.add_parser(
+        "lab", help="copy the tutorials and open them in JupyterLab",
+        epilog="Other options go to JupyterLab, such as --no-browser, --port 8890 or --allow-root.",
+    )
     lab.add_argument("directory", nargs="?", default="ftnb-tutorials", help="default: ./ftnb-tutorials")
-    lab.add_argument("lab_options", nargs="*", metavar="-- OPTIONS", help="passed on to JupyterLab, after --")
     lab.set_defaults(run=_lab)
     return parser
 
@@ -53,7 +62,7 @@ def _demo(parsed: argparse.Namespace) -> int:
 def _lab(parsed: argparse.Namespace) -> int:
     from ftnb.lab import lab
 
-    return lab(parsed.directory, parsed.lab_options)
+    return lab(parsed.directory, parsed.others)
 
 
 def _end(signum: int, _: Any) -> None:

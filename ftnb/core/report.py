@@ -101,6 +101,21 @@ class Report:
         return f'<div style="{_BOX}">{"".join(parts)}</div>'
 
 
+def useful_seconds(history: Iterable[Mapping[str, Any]], before: float | None = None) -> float:
+    """Time spent in steps that count, from the metrics lines of consecutive steps.
+
+    A step begins on each rank when that rank has committed the one before, so the longest of their times may
+    overlap the step before; the time between two commits is the limit, unless a failure lies in between.
+    `before`: the commit time of the step before the first line.
+    """
+    total = 0.0
+    for line in history:
+        time, step_s = line.get("time"), line.get("step_s") or 0.0
+        total += step_s if before is None or time is None else min(step_s, max(0.0, time - before))
+        before = time if time is not None else before
+    return total
+
+
 def build_report(
     run: Mapping[str, Any],
     events: Sequence[Mapping[str, Any]],
@@ -146,8 +161,7 @@ def build_report(
     started = run.get("started") or min(times, default=0.0)
     ended = run.get("ended") or max(times, default=started)
     wall_s = max(0.0, ended - started)
-    # The slowest rank's time of each step; two steps' slowest ranks may overlap a little, hence the cap.
-    useful_s = sum(line.get("step_s") or 0.0 for line in history)
+    useful_s = useful_seconds(history)
     world_sizes = [line["world_size"] for line in history if line.get("world_size") is not None]
     return Report(
         name=run.get("name") or "run",
@@ -319,7 +333,7 @@ _CELL = "padding: 1px 10px 1px 0; text-align: {align}; background: transparent; 
 
 def _title(report: Report) -> str:
     total = report.steps if report.total_steps is None else report.total_steps
-    goodput = "" if report.goodput is None else f", goodput {100 * report.goodput:.0f} %"
+    goodput = "" if report.goodput is None else f", goodput {100 * report.goodput:.1f} %"
     return f"{report.name}: {report.state}, {report.steps} of {total} steps in {report.wall_s:.1f} s{goodput}"
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ftnb.core import planner, sampler
 from ftnb.core.events import make_event
 from ftnb.core.ledger import Line, StepAssembler
+from ftnb.core.report import useful_seconds
 from ftnb.errors import RunError, UsageError
 from ftnb.supervisor.recorder import Recorder
 
@@ -48,6 +49,7 @@ class ActiveRun:
         self._versions, self._cell = versions, cell
         self._steps_s: deque[tuple[float, int]] = deque(maxlen=50)  # (commit time, step)
         self._useful_s = 0.0
+        self._last_commit: float | None = None
         self._state = planner.new(total_steps)
         self._assembler = StepAssembler(dataset_len, options["global_batch"], options["evaluate_every"])
         self._recorder = Recorder(directory)
@@ -298,7 +300,8 @@ class ActiveRun:
             self._recorder.step(line.metrics, line.ledger)
             if line.metrics.get("loss") is not None:
                 self.loss = line.metrics["loss"]
-            self._useful_s += line.metrics.get("step_s") or 0.0
+            self._useful_s += useful_seconds([line.metrics], before=self._last_commit)
+            self._last_commit = line.metrics.get("time") or self._last_commit
             self.step = max(self.step, line.metrics["step"])
 
     def _write_run(self) -> None:

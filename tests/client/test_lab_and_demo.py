@@ -44,12 +44,20 @@ def test_a_file_in_the_way_is_an_error(source, tmp_path):
         lab.copy_tutorials(source, tmp_path / "target")
 
 
-def test_lab_opens_the_quickstart(source, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("arguments", "folder"),
+    [
+        (["here", "--", "--no-browser"], "here"), (["here", "--no-browser"], "here"),
+        (["--no-browser"], "ftnb-tutorials"), (["--", "--no-browser"], "ftnb-tutorials"),
+    ],
+)  # fmt: skip
+def test_lab_opens_the_quickstart(arguments, folder, source, tmp_path, monkeypatch):
     started = []
     monkeypatch.setattr(lab, "tutorials", lambda: source)
     monkeypatch.setattr(lab.os, "execv", lambda program, arguments: started.append(arguments[1:]))
     monkeypatch.chdir(tmp_path)
-    cli.main(["lab", "here", "--", "--no-browser"])
+    cli.main(["lab", *arguments])
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir() and path != source] == [folder]
     assert started == [["-m", "jupyterlab", "00_quickstart.ipynb", "--no-browser"]]
 
 

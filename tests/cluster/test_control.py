@@ -213,7 +213,11 @@ def test_weighted_loss_against_the_reference(session: ftnb.Session, workers: int
     assert_same(losses_of(run), reference.losses, SAME_WEIGHTED)
     # The gradient itself, in the first step before any rounding could grow, and in all others.
     assert_same([run.metrics()[0]["grad_norm"]], reference.norms[:1], 1e-6)
-    assert_same([line["grad_norm"] for line in run.metrics()], reference.norms, 10 * SAME_WEIGHTED)
+    norms = [(line["grad_norm"], norm) for line, norm in zip(run.metrics(), reference.norms)]
+    # Rank 0 reports it: it is missing if the loss of a rank kept rank 0 from committing what others had committed.
+    known = [pair for pair in norms if pair[0] is not None]
+    assert len(known) >= STEPS - 1
+    assert_same([found for found, _ in known], [wanted for _, wanted in known], 10 * SAME_WEIGHTED)
     for name, tensor in reference.model.state_dict().items():
         assert_same(run.state_dict()[name].flatten().tolist(), tensor.flatten().tolist(), 10 * SAME_WEIGHTED)
     assert all(0 <= line["accuracy"] <= 1 for line in run.metrics())

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ftnb.core.events import make_event
 from ftnb.core.ledger import StepAssembler
-from ftnb.core.report import Failure, build_report
+from ftnb.core.report import Failure, build_report, useful_seconds
 from ftnb.core.sampler import batch_at, digest, permutation, split
 
 DATASET_LEN, GLOBAL_BATCH, SEED = 22, 8, 3  # three steps an epoch: 8, 8 and 6 samples
@@ -276,7 +276,7 @@ def test_text():
 
 
 TEXT = """
-run: finished, 8 of 8 steps in 8.0 s, goodput 80 %
+run: finished, 8 of 8 steps in 8.0 s, goodput 80.0 %
   All steps are committed.
 
   step  rank  failure  detect ms  fence ms  regroup ms  restore ms  first step ms  MTTR ms  steps lost
@@ -368,3 +368,10 @@ def test_any_history_with_deaths_passes_and_any_damage_is_found(lengths, data):
         assert report.samples_used == (
             report.samples_expected + report.samples_repeated - report.samples_missed
         )
+
+
+def test_the_longest_step_times_of_two_ranks_do_not_count_their_overlap_twice():
+    """Each rank begins its next step while another still finishes the last: 3 steps within 2.5 s."""
+    lines = [{"time": 1.0, "step_s": 1.0}, {"time": 1.5, "step_s": 0.9}, {"time": 2.5, "step_s": 0.7}]
+    assert useful_seconds(lines) == pytest.approx(1.0 + 0.5 + 0.7)  # a failure took 0.3 s before the third
+    assert useful_seconds(lines[1:], before=1.0) == pytest.approx(0.5 + 0.7)
