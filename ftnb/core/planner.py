@@ -21,6 +21,35 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ftnb.core.protocol import (
+    Action,
+    CloseGeneration,
+    Emit,
+    End,
+    Failure,
+    GiveUp,
+    HoldAnswered,
+    HoldWanted,
+    Kill,
+    OpenGeneration,
+    RankDied,
+    RankFenced,
+    RankFinished,
+    RankFormed,
+    RankHeld,
+    RankReady,
+    SendDrop,
+    SendGo,
+    SendHold,
+    SendRegroup,
+    SendRelease,
+    Started,
+    StepCommitted,
+    StepFailed,
+    Tick,
+    Unpause,
+)
+
 # A failed collective is a symptom. Its cause (a death, an exception elsewhere) is nearly always known within
 # milliseconds; only when none turns up for this long is the group formed again with everybody.
 UNEXPLAINED_S = 1.0
@@ -31,205 +60,6 @@ RAISE_GRACE_S = 0.15
 MAX_FRUITLESS_REGROUPS = 4
 # How long a stop waits for the ranks to reach a step boundary before it takes them out of the step.
 STOP_PATIENCE_S = 5.0
-
-
-# --- events: what has happened -----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Why a rank left a step. `cause`: "user" (their code raised) or "collective" (a peer did not answer)."""
-
-    cause: str
-    step: int
-    time: float
-    error: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Started:
-    members: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class RankDied:
-    rank: int
-    failure: str  # "kill", "exit", "crash", "unknown"
-    reason: str
-    fault_time: float  # when it was injected, else the last sign of life
-
-
-@dataclass(frozen=True)
-class RankFenced:
-    rank: int
-
-
-@dataclass(frozen=True)
-class StepFailed:
-    rank: int
-    generation: int
-    failure: Failure
-
-
-@dataclass(frozen=True)
-class RankReady:
-    rank: int
-    generation: int
-    committed: int
-    in_flight: int | None = None  # the step it was in when it had to leave
-    failure: Failure | None = None
-
-
-@dataclass(frozen=True)
-class RankFormed:
-    rank: int
-    generation: int
-    formed_at: float
-    restored_at: float
-
-
-@dataclass(frozen=True)
-class StepCommitted:
-    rank: int
-    generation: int
-    step: int
-    time: float
-
-
-@dataclass(frozen=True)
-class RankFinished:
-    rank: int
-    generation: int
-
-
-@dataclass(frozen=True)
-class HoldWanted:
-    """Pause or stop at the next step boundary. `max_step`: the highest step any rank is known to be in."""
-
-    why: str  # "pause" or "stop"
-    max_step: int
-
-
-@dataclass(frozen=True)
-class HoldAnswered:
-    rank: int
-    hold_id: int
-    accepted: bool
-    step: int
-
-
-@dataclass(frozen=True)
-class RankHeld:
-    rank: int
-    generation: int
-    step: int
-
-
-@dataclass(frozen=True)
-class Unpause:
-    pass
-
-
-@dataclass(frozen=True)
-class GiveUp:
-    """End the run now, whatever its ranks are doing."""
-
-    outcome: str  # "stopped" or "failed"
-    reason: str
-
-
-@dataclass(frozen=True)
-class Tick:
-    pass
-
-
-# --- actions: what to do -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Kill:
-    rank: int
-    reason: str
-
-
-@dataclass(frozen=True)
-class SendRegroup:
-    generation: int
-    ranks: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class SendGo:
-    generation: int
-    members: tuple[int, ...]
-    first_step: int
-    source: int | None  # copies its state to those in `behind`
-    behind: tuple[int, ...]
-    hold_after: int | None
-
-
-@dataclass(frozen=True)
-class SendHold:
-    ranks: tuple[int, ...]
-    hold_id: int
-    after_step: int
-
-
-@dataclass(frozen=True)
-class SendRelease:
-    ranks: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class SendDrop:
-    """The run is over for these ranks (or goes on without them)."""
-
-    ranks: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Emit:
-    kind: str
-    reason: str
-    rank: int | None = None
-    step: int | None = None
-    fields: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class CloseGeneration:
-    """No report of `generation` counts any more beyond `last_committed`."""
-
-    generation: int
-    last_committed: int
-
-
-@dataclass(frozen=True)
-class OpenGeneration:
-    generation: int
-    members: tuple[int, ...]
-    first_step: int
-
-
-@dataclass(frozen=True)
-class End:
-    state: str  # "finished", "stopped", "failed"
-    reason: str
-    error: Mapping[str, Any] | None = None
-
-
-Action = (
-    Kill
-    | SendRegroup
-    | SendGo
-    | SendHold
-    | SendRelease
-    | SendDrop
-    | Emit
-    | CloseGeneration
-    | OpenGeneration
-    | End
-)
 
 
 # --- state -------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ftnb.core import planner, sampler
+from ftnb.core import planner, protocol, sampler
 from ftnb.core.events import make_event
 from ftnb.core.ledger import Line, StepAssembler
 from ftnb.core.report import useful_seconds
@@ -62,7 +62,7 @@ class ActiveRun:
             "run_started", f"{total_steps} steps on {len(members)} ranks, {options['global_batch']} samples each step.",
             world_size=len(members),
         )
-        self.handle(planner.Started(tuple(members)))
+        self.handle(protocol.Started(tuple(members)))
 
     # --- in
 
@@ -91,7 +91,7 @@ class ActiveRun:
                 self.notify()
         self._write(self._assembler.committed(generation, step, rank, when, lr, norm, step_s))
         if step > self._state.committed:
-            self.handle(planner.StepCommitted(rank, generation, step, when))
+            self.handle(protocol.StepCommitted(rank, generation, step, when))
 
     def evaluated(self, step: int, scalars: dict[str, float]) -> None:
         self._evaluated_step = max(self._evaluated_step, step)
@@ -105,19 +105,19 @@ class ActiveRun:
         if self.is_over or rank not in self._state.alive | self._state.left_out:
             return
         self._write(self._assembler.lost(rank))
-        self.handle(planner.RankDied(rank, failure, reason, fault_time))
+        self.handle(protocol.RankDied(rank, failure, reason, fault_time))
 
     def finished(self, rank: int, generation: int, digest: str) -> None:
         self._digests[rank] = digest
-        self.handle(planner.RankFinished(rank, generation))
+        self.handle(protocol.RankFinished(rank, generation))
 
     def give_up(self, outcome: str, reason: str) -> None:
         """End the run whatever its ranks do (the cluster is being stopped, or ftnb itself is at fault)."""
-        self.handle(planner.GiveUp(outcome, reason))
+        self.handle(protocol.GiveUp(outcome, reason))
 
     def tick(self) -> None:
         if not self.is_over:
-            self.handle(planner.Tick())
+            self.handle(protocol.Tick())
             self._recorder.flush()
 
     # --- commands
@@ -125,15 +125,15 @@ class ActiveRun:
     def pause(self) -> None:
         if self._state.hold_why == "pause":
             return
-        self.handle(planner.HoldWanted("pause", self._max_step()))
+        self.handle(protocol.HoldWanted("pause", self._max_step()))
 
     def unpause(self) -> None:
         if self._state.hold_why != "pause":
             raise RunError(f"Run {self.name!r} is not paused (it is {self.state}).")
-        self.handle(planner.Unpause())
+        self.handle(protocol.Unpause())
 
     def stop(self) -> None:
-        self.handle(planner.HoldWanted("stop", self._max_step()))
+        self.handle(protocol.HoldWanted("stop", self._max_step()))
 
     async def inject(self, kind: str, rank: int | None, at_step: int | None, after_s: float | None) -> dict[str, Any]:
         """Plan a fault, or let it happen now; refuses what cannot happen."""
@@ -217,7 +217,7 @@ class ActiveRun:
 
     def _carry_out(self, action: Any) -> None:
         supervisor, state = self._supervisor, self._state
-        if isinstance(action, planner.Emit):
+        if isinstance(action, protocol.Emit):
             if action.kind == "rank_failed":
                 self.failures += 1
                 supervisor.ranks[action.rank].problem = action.reason
@@ -226,19 +226,19 @@ class ActiveRun:
             elif action.kind == "rank_fenced" and not supervisor.ranks[action.rank].usable:
                 supervisor.ranks[action.rank].state = "fenced"
             self._emit(action.kind, action.reason, rank=action.rank, step=action.step, **action.fields)
-        elif isinstance(action, planner.Kill):
+        elif isinstance(action, protocol.Kill):
             supervisor.fence(action.rank, self._fenced)
-        elif isinstance(action, planner.SendRegroup):
+        elif isinstance(action, protocol.SendRegroup):
             supervisor.open_store(action.generation)
             for rank in action.ranks:
                 supervisor.tell_rank(rank, "regroup", generation=action.generation)
-        elif isinstance(action, planner.OpenGeneration):
+        elif isinstance(action, protocol.OpenGeneration):
             self._assembler.open_generation(action.generation, action.members, action.first_step)
             self._open_generation = action.generation
-        elif isinstance(action, planner.CloseGeneration):
+        elif isinstance(action, protocol.CloseGeneration):
             self._write(self._assembler.close_generation(action.last_committed))
             self.step = action.last_committed
-        elif isinstance(action, planner.SendGo):
+        elif isinstance(action, protocol.SendGo):
             every, last = self.options["evaluate_every"], action.first_step - 1
             evaluate = last if every and last and last % every == 0 and self._evaluated_step < last else None
             for rank in action.members:
@@ -248,26 +248,26 @@ class ActiveRun:
                     first_step=action.first_step, source=action.source, behind=list(action.behind),
                     hold_after=action.hold_after, evaluate=evaluate,
                 )
-        elif isinstance(action, planner.SendHold):
+        elif isinstance(action, protocol.SendHold):
             for rank in action.ranks:
                 supervisor.tell_rank(rank, "hold", hold_id=action.hold_id, after_step=action.after_step)
-        elif isinstance(action, planner.SendRelease):
+        elif isinstance(action, protocol.SendRelease):
             for rank in action.ranks:
                 supervisor.tell_rank(rank, "release")
-        elif isinstance(action, planner.SendDrop):
+        elif isinstance(action, protocol.SendDrop):
             for rank in action.ranks:
                 # Also one that was left out for an exception: its process lives and can train again.
                 supervisor.tell_rank(rank, "drop")
                 supervisor.ranks[rank].state, supervisor.ranks[rank].problem = "idle", None
-        elif isinstance(action, planner.End):
+        elif isinstance(action, protocol.End):
             self._end(action, state)
         else:
             raise AssertionError(f"unknown action {action}")
 
     def _fenced(self, rank: int) -> None:
-        self.handle(planner.RankFenced(rank))
+        self.handle(protocol.RankFenced(rank))
 
-    def _end(self, action: planner.End, state: planner.State) -> None:
+    def _end(self, action: protocol.End, state: planner.State) -> None:
         for fault in self._faults.values():
             self._not_fired(fault)
         self._faults.clear()

@@ -20,7 +20,7 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
 import ftnb
-from ftnb.core import planner
+from ftnb.core import protocol
 from ftnb.errors import ClusterError, FtnbError, UsageError
 from ftnb.supervisor import requests
 from ftnb.supervisor.engines import Engines
@@ -125,7 +125,7 @@ class Supervisor:
 
     async def _shut_down(self) -> int:
         if self.run is not None and not self.run.is_over:
-            self.run.handle(planner.HoldWanted("stop", 0))
+            self.run.handle(protocol.HoldWanted("stop", 0))
             await self.run.wait(lambda: self.run.is_over, 0.5)
             if not self.run.is_over:
                 self.run.give_up("stopped", f"The cluster was stopped: {self.stop_reason}.")
@@ -251,23 +251,23 @@ class Supervisor:
         if op == "ready":
             failure = message["failure"]
             run.handle(
-                planner.RankReady(
+                protocol.RankReady(
                     rank, message["generation"], message["committed"], message["in_flight"],
-                    planner.Failure(**failure) if failure else None,
+                    protocol.Failure(**failure) if failure else None,
                 )
             )
         elif op == "formed":
             run.handle(
-                planner.RankFormed(rank, message["generation"], message["formed_at"], message["restored_at"])
+                protocol.RankFormed(rank, message["generation"], message["formed_at"], message["restored_at"])
             )
         elif op == "step_failed":
-            run.handle(planner.StepFailed(rank, message["generation"], planner.Failure(**message["failure"])))
+            run.handle(protocol.StepFailed(rank, message["generation"], protocol.Failure(**message["failure"])))
         elif op == "finished":
             run.finished(rank, message["generation"], message["digest"])
         elif op == "held":
-            run.handle(planner.RankHeld(rank, message["generation"], message["step"]))
+            run.handle(protocol.RankHeld(rank, message["generation"], message["step"]))
         elif op == "hold_answer":
-            run.handle(planner.HoldAnswered(rank, message["hold_id"], message["accepted"], message["step"]))
+            run.handle(protocol.HoldAnswered(rank, message["hold_id"], message["accepted"], message["step"]))
         elif op == "fault_answer":
             run.fault_answer(message["fault_id"], message["accepted"])
         elif op == "fault_due":
