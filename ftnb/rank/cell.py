@@ -214,7 +214,7 @@ def describe_error(error: BaseException, step: int | None = None) -> dict[str, A
     )
     return {
         "etype": type(error).__name__,
-        "evalue": _printable(error),
+        "evalue": printable(error),
         "lineno": lineno,
         "step": step,
         "traceback": text[-8000:],
@@ -222,10 +222,11 @@ def describe_error(error: BaseException, step: int | None = None) -> dict[str, A
     }
 
 
-def _printable(error: BaseException) -> str:
+def printable(error: BaseException) -> str:
+    """The exception's text, cut to a length that can be shown; one that cannot even be asked says so."""
     try:
         text = str(error)
-    except Exception:
+    except BaseException:
         return "(its text cannot be shown)"
     if text.startswith("Caught ") and " DataLoader worker process " in text.partition("\n")[0]:
         # torch sends a worker's exception with its whole traceback for a text; what it said stands at the end.

@@ -19,6 +19,8 @@ from ftnb.rank.orders import Orders, Superseded
 from ftnb.wire import messages, sockets
 from ftnb.wire.ring import RingWriter
 
+MAX_LOG_CHARS = 20_000  # of one line
+
 __all__ = ["Superseded", "WorkLink"]
 
 
@@ -43,7 +45,8 @@ class WorkLink:
 
     def log(self, text: str) -> None:
         if os.getpid() == self._owner_pid:  # a forked DataLoader worker has no business here
-            self.report(["log", self.rank, time.time(), text])
+            cut = "" if len(text) <= MAX_LOG_CHARS else f" … ({len(text) - MAX_LOG_CHARS} more characters cut)"
+            self.report(["log", self.rank, time.time(), text[:MAX_LOG_CHARS] + cut])
 
     def ask_store(self, generation: int, command: str, **args: Any) -> dict[str, Any]:
         """One store request of `generation`; raises `Superseded` as soon as a newer one is wanted."""

@@ -372,7 +372,7 @@ class Training:
 
     def _explain(self, error: BaseException, generation: int) -> dict[str, Any]:
         """Whose fault the exception is: the user's code, or a peer that did not answer."""
-        text = str(error).lower()
+        text = cell.printable(error).lower()
         collective = aborted = False
         if isinstance(error, RuntimeError) and _talks_to_peers(error):
             collective = any(sign in text for sign in _COLLECTIVE_SIGNS)

@@ -39,7 +39,7 @@ def work(agent: Agent) -> None:
         message = agent.next_work()
         try:
             _run(agent, link, message)
-        except Exception as error:  # ftnb's own fault; the supervisor must hear of it
+        except BaseException as error:  # ftnb's own fault; the supervisor must hear of it
             from ftnb.rank import cell
 
             link.tell("broken", reason=f"internal error: {cell.describe_error(error)['traceback']}")
@@ -80,7 +80,7 @@ def _run(agent: Agent, link: Any, message: dict[str, Any]) -> None:
     except CheckError as error:
         link.tell("loaded", run=message["run"], ok=False, kind="check", error={"evalue": str(error)})
         return
-    except (Exception, KeyboardInterrupt, SystemExit) as error:
+    except BaseException as error:  # whatever a cell raises, sys.exit() included, must not end this thread
         link.tell("loaded", run=message["run"], ok=False, kind="cell", error=cell.describe_error(error))
         return
     agent.training = training

@@ -34,7 +34,7 @@ class Recorder:
         self._logs: dict[int, TextIO] = {}
 
     def _open(self, name: str) -> TextIO:
-        return open(self.directory / name, "a", encoding="utf-8")
+        return open(self.directory / name, "a", encoding="utf-8", errors="backslashreplace")
 
     def write_run(self, run: dict[str, Any]) -> None:
         temporary = self.directory / ".run.json"

@@ -321,6 +321,8 @@ class Supervisor:
             return
         failure, words = proc.describe_exit(status)
         was, slot.state, slot.agent = slot.state, "failed", None
+        if was == "failed" and slot.problem:
+            words = slot.problem.rstrip(".")  # it said itself why it had to be ended
         slot.problem = slot.problem or f"{words[0].upper()}{words[1:]}."
         if slot.fault_time is not None:
             words = "it was killed (SIGKILL, injected)" if status == -signal.SIGKILL else words
@@ -351,8 +353,12 @@ class Supervisor:
 
     async def _drain_forever(self) -> None:
         while True:
-            for slot in self.ranks.values():
-                self._drain(slot)
+            try:
+                for slot in self.ranks.values():
+                    self._drain(slot)
+            except Exception as error:
+                log.exception("internal error while reading reports of the ranks")
+                self._own_fault(error)
             busy = self.training_task_active or (self.run is not None and not self.run.is_over)
             await asyncio.sleep(DRAIN_S if busy else TICK_S)
 
@@ -423,10 +429,14 @@ class Supervisor:
     async def _tick_forever(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            if self.run is not None:
-                self.run.tick()
-            if self.engines is not None:
-                self.engines.reap_orphans()
+            try:
+                if self.run is not None:
+                    self.run.tick()
+                if self.engines is not None:
+                    self.engines.reap_orphans()
+            except Exception as error:
+                log.exception("internal error")
+                self._own_fault(error)
             alone = not self._clients and time.monotonic() - self._alone_since > self.linger_s
             if alone and not self.keep:
                 self.stop(f"no notebook was connected for {self.linger_s:g} s")

@@ -55,6 +55,9 @@ async def _start(supervisor: Supervisor, request: dict[str, Any]) -> dict[str, A
             notes.append(f"{_named(lost)} had been lost and {'were' if len(lost) > 1 else 'was'} started again.")
     members = sorted(supervisor.ranks)
     answers, output = await _load(supervisor, request, members)
+    if dead := [rank for rank in members if not supervisor.ranks[rank].usable]:
+        _drop(supervisor, [rank for rank in members if rank not in dead])
+        raise _died(dead[0], supervisor.ranks[dead[0]].problem or "it is gone")
     signatures = {rank: answer["signature"] for rank, answer in answers.items()}
     if problem := checks.difference(signatures):
         _drop(supervisor, members)
@@ -147,10 +150,7 @@ def _load_error(
             "starts them again."
         )
     if first["kind"] == "died":
-        return ClusterError(
-            f"Rank {ranks[0]} ended while it ran the cell: {error['evalue']}. The other ranks are unharmed; the next "
-            "%%ft_train starts it again."
-        )
+        return _died(ranks[0], error["evalue"])
     if first["kind"] == "check":
         return CheckError(error["evalue"] if len(ranks) == num_ranks else f"On {where}: {error['evalue']}")
     line = f" in line {error['lineno']} of the cell" if error["lineno"] else ""
@@ -158,6 +158,13 @@ def _load_error(
     return CellError(f"{text}\n(raised{line}, on {where}; the engines are unharmed, look at them with %%px)", **{
         "ranks": ranks, "output": output, **{k: error[k] for k in ("etype", "evalue", "lineno", "step", "traceback")},
     })
+
+
+def _died(rank: int, words: str) -> ClusterError:
+    return ClusterError(
+        f"Rank {rank} ended while the cell was run: {words.rstrip('.')}. The other ranks are unharmed; the next "
+        "%%ft_train starts it again."
+    )
 
 
 def _named(ranks: list[int]) -> str:
