@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ftnb.client.options import Option, did_you_mean
+from ftnb.client.options import Option, did_you_mean, refuse_unknown
 from ftnb.errors import UsageError
 
 FAULTS = {"kill": "SIGKILL: the rank's process is gone at once"}
@@ -47,8 +47,7 @@ def check_fault(
     for keyword in later:
         if keyword in LATER_FAULT_KEYWORDS:
             raise UsageError(f"The option {keyword} is not available yet.")
-        known = [option.keyword for option in FAULT_OPTIONS]
-        raise UsageError(f"inject() has no option {keyword!r}.{did_you_mean(keyword, known)}")
+    refuse_unknown("inject", later, [option.keyword for option in FAULT_OPTIONS])
     given = {"rank": rank, "at_step": at_step, "after_s": after_s}
     fault = {option.keyword: option.checked(given[option.keyword]) for option in FAULT_OPTIONS}
     if at_step is not None and after_s is not None:

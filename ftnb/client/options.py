@@ -149,15 +149,21 @@ def did_you_mean(word: Any, known: Iterable[str]) -> str:
     return f" Did you mean {close[0]}?" if close else ""
 
 
+def refuse_unknown(call: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Raise for the first keyword of `given`: `call` has no such option."""
+    for keyword in given:
+        known = list(known)
+        hint = did_you_mean(keyword, known)
+        raise UsageError(f"{call}() has no option {keyword!r}.{hint} Options: {', '.join(known)}.")
+
+
 def check_train_options(given: dict[str, Any]) -> dict[str, Any]:
     """All training options, checked and with defaults filled in, from those that were `given`."""
     table = {option.keyword: option for option in TRAIN_OPTIONS}
     for keyword in given:
         if keyword in LATER_TRAIN_KEYWORDS:
             raise UsageError(f"The option {keyword} is not available yet.")
-        if keyword not in table:
-            hint = did_you_mean(keyword, (*table, *LATER_TRAIN_KEYWORDS))
-            raise UsageError(f"train() has no option {keyword!r}.{hint} Options: {', '.join(table)}.")
+    refuse_unknown("train", [keyword for keyword in given if keyword not in table], table)
     options = {
         keyword: option.checked(given[keyword]) if keyword in given else option.default
         for keyword, option in table.items()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
 import textwrap
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,12 @@ def cell_text(cell: str | Callable[[], Any], notebook: dict[str, Any]) -> tuple[
     Of a function the *body* is taken, as if it had been written into a cell: what it assigns is what the
     training finds. Names come from where the function was defined.
     """
+    if isinstance(cell, os.PathLike) or (isinstance(cell, str) and _is_path(cell)):
+        path = os.fspath(cell)
+        raise UsageError(
+            f"train() takes the text of a cell, not the path of a file ({path!r}). Read it first: "
+            f"session.train(open({path!r}).read())"
+        )
     if isinstance(cell, str):
         if not cell.strip():
             raise UsageError("The cell is empty: it must define model, optimizer, dataset and loss_fn.")
@@ -31,6 +38,11 @@ def cell_text(cell: str | Callable[[], Any], notebook: dict[str, Any]) -> tuple[
     body = _body(cell)
     closure = inspect.getclosurevars(cell).nonlocals
     return body, {**cell.__globals__, **closure}
+
+
+def _is_path(text: str) -> bool:
+    """Whether `text` names a file of Python code, which no cell of one line that ends so can do."""
+    return "\n" not in text.strip() and text.strip().endswith(".py") and "=" not in text
 
 
 def _body(function: Callable[[], Any]) -> str:

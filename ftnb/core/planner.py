@@ -167,7 +167,7 @@ def _rank_died(now: float, state: State, event: RankDied) -> tuple[State, list[A
     kill: list[Action] = [Kill(rank, "end whatever it had started")]
     if was_left_out:
         return state, kill  # already known as failed, and no member of the group
-    at_step = state.committed + 1 if state.phase == "training" else None
+    at_step = state.committed + 1  # the step in flight, or the one that was to be tried again
     actions: list[Action] = [
         Emit(
             "rank_failed", f"Rank {rank} is gone: {event.reason}.", rank, at_step, {"failure": event.failure}
@@ -194,7 +194,7 @@ def _rank_died(now: float, state: State, event: RankDied) -> tuple[State, list[A
     actions.append(
         Emit(
             "regroup_started",
-            f"Generation {state.generation + 1}: {survivors} rank{'s' if survivors > 1 else ''} go on "
+            f"Generation {state.generation + 1}: {_count(survivors)} {'go' if survivors > 1 else 'goes'} on "
             f"without rank {rank}.",
             rank,
         )
@@ -295,6 +295,8 @@ def _maybe_go(now: float, state: State) -> tuple[State, list[Action]]:
         failure = raised[first]
         all_raised = set(raised) | state.left_out
         error = {**failure.error, "rank": first, "step": failure.step, "ranks": sorted(all_raised)}
+        if failure.error.get("check"):  # a mistake that ftnb knows: another rank would make it as well
+            return _end(state, actions, "failed", f"In {_place(failure)}: {failure.error.get('evalue')}", error)
         if set(raised) == state.alive:
             everyone = "Every rank" if len(all_raised) > 1 else f"Rank {first}, the only one left,"
             return _end(
@@ -332,7 +334,7 @@ def _maybe_go(now: float, state: State) -> tuple[State, list[Action]]:
         actions.append(
             Emit(
                 "regroup_started",
-                f"Generation {state.generation}: {survivors} rank{'s' if survivors > 1 else ''} try step "
+                f"Generation {state.generation}: {_count(survivors)} {'try' if survivors > 1 else 'tries'} step "
                 f"{failure.step} again without {_ranks(raised)}.",
             )
         )
@@ -403,7 +405,7 @@ def _rank_formed(now: float, state: State, event: RankFormed) -> tuple[State, li
         actions.append(
             Emit(
                 "regrouped",
-                f"Generation {state.generation} stands: {len(state.members)} ranks, "
+                f"Generation {state.generation} stands: {_count(len(state.members))}, "
                 f"next step {state.first_step}.",
                 None,
                 state.first_step,
@@ -470,7 +472,7 @@ def _recovered(state: State, incident: Incident, commit: StepCommitted) -> Emit:
     who = _ranks(incident.ranks) if incident.ranks else "a broken connection"
     return Emit(
         "recovered",
-        f"Step {commit.step} is committed by {len(state.members)} ranks, "
+        f"Step {commit.step} is committed by {_count(len(state.members))}, "
         f"{phases['mttr_s'] * 1000:.0f} ms after the loss of {who}.",
         None,
         commit.step,
@@ -632,8 +634,9 @@ def _same_step_again(
         return state, False  # several ranks at once, in the same attempt
     state, _ = _end(
         state, actions, "failed",
-        f"Step {broken} failed twice: first {before[2]}; tried again without, then {_ranks(ranks)} {what}. "
-        "That points at the data or the code of this step, not at a machine. The other ranks stay for %%px.",
+        f"Step {broken} failed twice: first {before[2]}; and when it was tried again, {_ranks(ranks)} {what}. That "
+        "points at the data or the code of this step, not at a machine. The other ranks stay for %%px; mend the cell "
+        "and run it again.",
         error,
     )
     return state, True
@@ -654,6 +657,10 @@ def _ranks(ranks: Any) -> str:
     if len(names) == 1:
         return f"rank {names[0]}"
     return f"ranks {', '.join(names[:-1])} and {names[-1]}"
+
+
+def _count(ranks: int) -> str:
+    return "1 rank" if ranks == 1 else f"{ranks} ranks"
 
 
 def _place(failure: Failure) -> str:

@@ -147,7 +147,6 @@ class Agent:
                 return  # the training thread answers
             # It has left the run in this very moment, without having seen the wish.
         if self.last_training is not None:
-            self.last_training.take_weights()
-            self._send(sock, "weights", step=self.last_training.weights_step)
+            self._send(sock, "weights", **self.last_training.take_weights())
         else:
             self._send(sock, "weights", step=None)

@@ -88,6 +88,9 @@ def check(namespace: dict[str, Any], options: dict[str, Any], device: torch.devi
         functions[name] = namespace.get(name)
         if functions[name] is not None and not callable(functions[name]):
             raise CheckError(f"`{name}` is a {_type(functions[name])}, not a function: `def {name}(…):`.")
+    if isinstance(functions["loss_fn"], type):
+        name = functions["loss_fn"].__name__
+        raise CheckError(f"`loss_fn` is the class {name}, not an instance of it: `loss_fn = {name}()`.")
     if functions["loss_fn"] is None and functions["training_step"] is None:
         raise CheckError(
             "The cell defines neither `loss_fn(output, target)` nor `training_step(model, batch)`. Add, for "
@@ -95,6 +98,8 @@ def check(namespace: dict[str, Any], options: dict[str, Any], device: torch.devi
         )
     if functions["loss_fn"] is not None and functions["training_step"] is not None:
         raise CheckError("The cell defines both `loss_fn` and `training_step`; keep one (`training_step` can do all).")
+    for name, arguments in (("loss_fn", 2), ("training_step", 2), ("evaluate", 1)):
+        _check_signature(name, functions[name], arguments)
     if options.get("evaluate_every") and functions["evaluate"] is None:
         raise CheckError("--evaluate-every is given, but the cell does not define `evaluate(model)`.")
     scheduler = namespace.get("scheduler")
@@ -106,11 +111,12 @@ def check(namespace: dict[str, Any], options: dict[str, Any], device: torch.devi
             "one. Use another scheduler of torch.optim.lr_scheduler."
         )
     try:
+        state.take_apart(dict(model.state_dict()))
         state.take_apart(optimizer.state_dict())
         if scheduler is not None:
             state.take_apart(scheduler_state(scheduler))
     except TypeError as error:
-        raise CheckError(f"The state of `optimizer` or `scheduler` cannot be given to another rank: {error}.") from None
+        raise CheckError(f"The state of `model`, `optimizer` or `scheduler` cannot be given to another rank: {error}.") from None
     model.to(device)
     return Job(
         model, optimizer, dataset, functions["loss_fn"], functions["training_step"], functions["collate_fn"],
@@ -123,11 +129,30 @@ def scheduler_state(scheduler: Any) -> dict[str, Any]:
     return {k: v for k, v in scheduler.state_dict().items() if not callable(v) and not isinstance(v, Counter)}
 
 
+def _check_signature(name: str, function: Any, arguments: int) -> None:
+    if function is None:
+        return
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return  # some callables do not tell
+    try:
+        signature.bind(*range(arguments))
+    except TypeError:
+        wanted = {"loss_fn": "output, target", "training_step": "model, batch", "evaluate": "model"}[name]
+        raise CheckError(f"`{name}{signature}` must take ({wanted}).") from None
+
+
 def _check_model(model: Any) -> None:
     if not isinstance(model, torch.nn.Module):
         raise CheckError(f"`model` is a {_type(model)}, not a torch.nn.Module.")
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
         raise CheckError("`model` is wrapped in DistributedDataParallel already; give the bare module, ftnb wraps it.")
+    for module_name, module in model.named_modules():
+        if getattr(module, "sparse", False) is True:
+            raise CheckError(
+                f"`{module_name}` gives sparse gradients (sparse=True), which ftnb does not support; leave that out."
+            )
     if not any(p.requires_grad for p in model.parameters()):
         raise CheckError("`model` has no parameter that requires a gradient; there is nothing to train.")
 

@@ -13,5 +13,4 @@ def take_weights() -> list[tuple[str, str, list[int], bytes]]:
     training: Any = engine.agent.training or engine.agent.last_training
     if training is None or training.weights is None:
         raise RuntimeError("no weights lie ready on this rank")
-    weights, training.weights = training.weights, None
-    return weights
+    return training.weights

@@ -55,13 +55,12 @@ class Training:
         self.in_flight: int | None = None
         self.generation = 0
         self.weights: list[tuple[str, str, list[int], bytes]] | None = None
-        self.weights_step = 0
         self._backend, self._link, self._orders = backend, link, orders
         self._group: Group | None = None
         self._form_timeout_s = FORM_TIMEOUT_S
         self._trainable = [p for p in job.model.parameters() if p.requires_grad]
-        self._buffers = list(job.model.buffers())
-        self._snapshot = state.StepSnapshot(self._buffers)
+        self._has_buffers = next(job.model.buffers(), None) is not None
+        self._snapshot = state.StepSnapshot(job.model if self._has_buffers else None)
         self._steps_per_epoch = sampler.steps_per_epoch(job.dataset_len, options["global_batch"])
         self._weight = torch.nn.Parameter(torch.zeros((), device=job.device)) if job.training_step else None
         self.source = BatchSource(
@@ -202,8 +201,8 @@ class Training:
 
     def _share_buffers(self, group: Group) -> None:
         """Everybody takes the buffers (BatchNorm statistics) of the first rank, as DDP does by default."""
-        if self._buffers and group.world_size > 1:
-            group.collectives.broadcast(self._buffers, 0)
+        if self._has_buffers and group.world_size > 1:
+            group.collectives.broadcast(list(self.job.model.buffers()), 0)
 
     def _leave_group(self) -> None:
         if self._group is not None:
@@ -268,7 +267,13 @@ class Training:
                     "`loss_fn` needs samples of the form (input, target); this dataset gives something else. Define "
                     "`training_step(model, batch)` instead."
                 ) from None
-            loss = job.loss_fn(ddp(inputs), target)
+            try:
+                output = ddp(inputs)
+            except Exception as error:
+                shape = list(inputs.shape) if isinstance(inputs, torch.Tensor) else type(inputs).__name__
+                error.add_note(f"(raised by model(input); this rank's input: {shape})")
+                raise
+            loss = job.loss_fn(output, target)
         else:
             self._forward_called = False
             loss = job.training_step(ddp, batch)
@@ -300,7 +305,14 @@ class Training:
 
     def _check_gradients(self) -> None:
         if any(p.grad is None for p in self._trainable):
-            names = [n for n, p in self.job.model.named_parameters() if p.requires_grad and p.grad is None]
+            trained = {id(p) for p in self._trainable}
+            lacking = [(n, p) for n, p in self.job.model.named_parameters() if id(p) in trained and p.grad is None]
+            if frozen := [n for n, p in lacking if not p.requires_grad]:
+                raise CheckError(
+                    f"The parameter {frozen[0]} was frozen (requires_grad_(False)) in the middle of the training. "
+                    "Decide what is trained before the optimizer is made."
+                )
+            names = [n for n, _ in lacking]
             raise CheckError(
                 f"{len(names)} parameter{'s' if len(names) > 1 else ''} got no gradient: {', '.join(names[:8])}"
                 f"{', …' if len(names) > 8 else ''}. Use them in the forward pass, or freeze them with "
@@ -359,16 +371,19 @@ class Training:
 
     def _take_wanted_snapshot(self) -> None:
         if self._orders.take_snapshot_wish():
-            self.take_weights()
-            self._link.tell("weights", step=self.weights_step)
+            self._link.tell("weights", **self.take_weights())
 
-    def take_weights(self) -> None:
-        """Copy the model's state for the notebook, between two steps."""
-        self.weights = [
-            (name, str(t.dtype), list(t.shape), state.as_bytes(t).numpy().tobytes())
-            for name, t in self.job.model.state_dict().items()
-        ]
-        self.weights_step = self.committed
+    def take_weights(self) -> dict[str, Any]:
+        """Copy the model's state for the notebook, between two steps; returns the answer to the supervisor."""
+        try:
+            self.weights = [
+                (name, str(t.dtype), list(t.shape), state.as_bytes(t).numpy().tobytes())
+                for name, t in self.job.model.state_dict().items()
+                if isinstance(t, torch.Tensor)  # a module's get_extra_state() may be anything
+            ]
+        except Exception as error:  # the user's own state_dict(), say; not a reason to end the training
+            return {"step": self.committed, "problem": f"{type(error).__name__}: {cell.printable(error)}"}
+        return {"step": self.committed}
 
     def _explain(self, error: BaseException, generation: int) -> dict[str, Any]:
         """Whose fault the exception is: the user's code, or a peer that did not answer."""

@@ -133,23 +133,23 @@ class StepSnapshot:
     """Buffers (BatchNorm statistics) as they were when a step began, so that it can be tried again from there.
 
     The forward pass changes them before anybody knows whether the step will be committed. Copies go into
-    memory that is allocated once.
+    memory that is allocated once. `model` is None when there are no buffers.
     """
 
-    def __init__(self, buffers: list[torch.Tensor]) -> None:
-        self._buffers = buffers
-        self._copies = [torch.empty_like(b) for b in self._buffers]
+    def __init__(self, model: torch.nn.Module | None) -> None:
+        self._model = model
+        self._copies = [torch.empty_like(b) for b in model.buffers()] if model is not None else []
         self.step = 0
 
     def take(self, step: int) -> None:
-        if self._buffers:
-            torch._foreach_copy_(self._copies, self._buffers)
+        if self._model is not None:
+            # Looked up each time: a forward pass may put a new tensor in a buffer's place.
+            torch._foreach_copy_(self._copies, [b.detach() for b in self._model.buffers()])
         self.step = step
 
     def restore(self) -> None:
-        with torch.no_grad():
-            if self._buffers:
-                torch._foreach_copy_(self._buffers, self._copies)
+        if self._model is not None:
+            torch._foreach_copy_([b.detach() for b in self._model.buffers()], self._copies)
 
 
 def step_seed(seed: int, rank: int, step: int) -> int:

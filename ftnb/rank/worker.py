@@ -6,6 +6,7 @@ number of threads) must hold for cell and training alike. The engine's main thre
 
 from __future__ import annotations
 
+import sys
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +64,7 @@ def _run(agent: Agent, link: Any, message: dict[str, Any]) -> None:
     agent.last_training = None
     agent.phase = "loading"
     output.capture(link.log)
+    _forget_torch_settings()
     shell = get_ipython() or InteractiveShell.instance()
     namespace = shell.user_ns
     device = torch.device("cuda", message["gpu"]) if message["backend"] == "nccl" else torch.device("cpu")
@@ -73,6 +75,7 @@ def _run(agent: Agent, link: Any, message: dict[str, Any]) -> None:
         cell.apply_paths(message["cwd"], message["sys_path"])
         names = cloudpickle.loads(message["names"]) if message.get("names") else {}
         cell.run_cell(message["cell"], namespace, names, options["seed"])
+        sys.stdout.flush()  # a last line without its end belongs to the cell, not to the training
         job = cell.check(namespace, options, device, message["world_size"])
         signature = cell.signature(job)
         options |= _lengths(job, options)
@@ -95,9 +98,19 @@ def _run(agent: Agent, link: Any, message: dict[str, Any]) -> None:
         agent.last_training = training
         agent.training = None
         if agent.orders.take_snapshot_wish():  # it came after the last look
-            training.take_weights()
-            link.tell("weights", step=training.weights_step)
-        torch.set_grad_enabled(True)
+            link.tell("weights", **training.take_weights())
+        sys.stdout.flush()
+
+
+def _forget_torch_settings() -> None:
+    """What an earlier cell has set for this thread or process must not hold for the next one."""
+    import torch
+
+    torch.set_grad_enabled(True)
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+    torch.use_deterministic_algorithms(False)
+    torch.autograd.set_detect_anomaly(False)
 
 
 def _lengths(job: Any, options: dict[str, Any]) -> dict[str, int]:

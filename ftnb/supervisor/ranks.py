@@ -10,6 +10,8 @@ from ftnb.wire import proc
 from ftnb.wire.ring import RingReader
 
 BEAT_S = 0.1
+# A rank that has not been heard of for this long is shown as suspect (what follows from it: a later version).
+SILENT_S = 2.0
 
 
 @dataclass
@@ -43,12 +45,13 @@ class Slot:
 
     def status(self, now: float) -> dict[str, Any]:
         age, phi = self.heartbeats.age_s(now), self.heartbeats.phi(now)
+        silent = self.usable and age is not None and age > SILENT_S
         return {
             "rank": self.rank,
             "engine": self.rank,
             "pid": self.process.pid if self.process else None,
             "host": self.host,
-            "state": self.state,
+            "state": "suspect" if silent else self.state,
             "step": self.step,
             "heartbeat_age_s": round(age, 3) if age is not None and self.alive else None,
             "phi": round(phi, 2) if phi is not None and self.alive else None,

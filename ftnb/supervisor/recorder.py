@@ -2,31 +2,52 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import math
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
 
 def new_run_directory(parent: Path, name: str) -> Path:
     """Create and return `parent/name`, or a numbered sibling (`name-2`, …) when that exists already."""
+    parent.mkdir(parents=True, exist_ok=True)
     number = 1
     while True:
         path = parent / (name if number == 1 else f"{name}-{number}")
         try:
-            path.mkdir(parents=True)
+            path.mkdir()
             return path
         except FileExistsError:
             number += 1
 
 
+def _or_remember(method: Callable[..., None]) -> Callable[..., None]:
+    """A full disk or a removed directory must not stop the supervisor: what went wrong first is remembered."""
+
+    @functools.wraps(method)
+    def guarded(self: Recorder, *args: Any) -> None:
+        try:
+            method(self, *args)
+        except OSError as error:
+            self.problem = self.problem or f"{error.strerror}: {error.filename or self.directory}"
+
+    return guarded
+
+
 class Recorder:
-    """Writes one run's files. Events go to the disk at once, metrics and ledger with the next `flush`."""
+    """Writes one run's files. Events go to the disk at once, metrics and ledger with the next `flush`.
+
+    `problem`: why something could not be written, in words, or None.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        self.problem: str | None = None
         (directory / "logs").mkdir(exist_ok=True)
         self._events = self._open("events.jsonl")
         self._metrics = self._open("metrics.jsonl")
@@ -36,19 +57,23 @@ class Recorder:
     def _open(self, name: str) -> TextIO:
         return open(self.directory / name, "a", encoding="utf-8", errors="backslashreplace")
 
+    @_or_remember
     def write_run(self, run: dict[str, Any]) -> None:
         temporary = self.directory / ".run.json"
         temporary.write_text(json.dumps(run, indent=1), encoding="utf-8")
         os.replace(temporary, self.directory / "run.json")
 
+    @_or_remember
     def event(self, event: dict[str, Any]) -> None:
         self._events.write(json.dumps(_finite(event)) + "\n")
         self._events.flush()
 
+    @_or_remember
     def step(self, metrics: dict[str, Any], ledger: dict[str, Any]) -> None:
         self._metrics.write(json.dumps(metrics) + "\n")
         self._ledger.write(json.dumps(ledger) + "\n")
 
+    @_or_remember
     def log(self, rank: int, when: float, text: str) -> None:
         log = self._logs.get(rank)
         if log is None:
@@ -56,6 +81,7 @@ class Recorder:
         stamp = time.strftime("%H:%M:%S", time.localtime(when))
         log.write(f"{stamp} {text}\n")
 
+    @_or_remember
     def flush(self) -> None:
         self._metrics.flush()
         self._ledger.flush()
@@ -65,7 +91,8 @@ class Recorder:
     def close(self) -> None:
         self.flush()
         for file in (self._events, self._metrics, self._ledger, *self._logs.values()):
-            file.close()
+            with contextlib.suppress(OSError):
+                file.close()
 
 
 def _finite(value: Any) -> Any:

@@ -95,10 +95,14 @@ async def prepare_weights(supervisor: Supervisor, run: str | None = None, **_: A
     for rank in active.members:
         if not supervisor.ranks[rank].usable:
             continue
-        future = supervisor.weights[rank] = asyncio.get_running_loop().create_future()
-        supervisor.tell_rank(rank, "weights")
+        future = supervisor.weights.get(rank)
+        if future is None:  # else somebody has asked already, and shares the answer
+            future = supervisor.weights[rank] = asyncio.get_running_loop().create_future()
+            supervisor.tell_rank(rank, "weights")
         with contextlib.suppress(TimeoutError):
-            answer = await asyncio.wait_for(future, 60)
+            answer = await asyncio.wait_for(asyncio.shield(future), 60)
+            if "problem" in answer:
+                raise RunError(f"The weights cannot be sent: {answer['problem']}.")
             if answer["step"] is not None:
                 return {"rank": rank, "engine": rank, "step": answer["step"]}
     raise RunError(f"No living rank holds the weights of run {active.name!r} any more. Run the cell again.")

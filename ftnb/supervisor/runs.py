@@ -119,6 +119,8 @@ class ActiveRun:
         if not self.is_over:
             self.handle(protocol.Tick())
             self._recorder.flush()
+            if self._recorder.problem:
+                self.give_up("failed", f"The files of this run cannot be written ({self._recorder.problem}).")
 
     # --- commands
 

@@ -62,6 +62,8 @@ async def _start(supervisor: Supervisor, request: dict[str, Any]) -> dict[str, A
     if problem := checks.difference(signatures):
         _drop(supervisor, members)
         raise CheckError(problem)
+    if signatures[members[0]]["evaluate"] and not options["evaluate_every"]:
+        notes.append("The cell defines evaluate(), but nothing calls it: add --evaluate-every K (evaluate_every=K).")
     first = answers[members[0]]
     cwd = Path(request["cwd"])
     try:

@@ -311,7 +311,7 @@ def test_an_exception_in_the_same_step_again_ends_the_run_and_kills_nobody():
     assert end.state == "failed"
     step = end.error["step"]
     assert end.reason.startswith(f"Step {step} failed twice: first rank 2 raised ValueError: on rank 2;")
-    assert "then rank 1 raised ValueError" in end.reason
+    assert "when it was tried again, rank 1 raised ValueError" in end.reason
     assert end.error["rank"] == 1
     assert world.all_of(Kill) == []
 
