@@ -61,9 +61,12 @@ def refuse_more_than_fit(container: Container, num_ranks: int) -> None:
     if num_ranks <= fit:
         return
     need, usable = num_ranks * BYTES_PER_RANK / GB, container.free_bytes * SHARE_OF_FREE_MEMORY / GB
-    advice = f"Start at most {fit}: %ft_cluster start -n {fit}" if fit else "Free some memory and try again"
+    advice = "Free some memory and try again"
+    if fit:
+        advice = f"Start at most {fit}: %ft_cluster start -n {fit} (in Python: Session.start({fit}))"
+    who = "One rank needs" if num_ranks == 1 else f"{num_ranks} ranks need"
     raise UsageError(
-        f"{num_ranks} ranks need about {need:.1f} GB, but only {usable:.1f} GB may be used for ranks here "
+        f"{who} about {need:.1f} GB, but only {usable:.1f} GB may be used for ranks here "
         f"({container.free_bytes / GB:.1f} GB of {container.memory_bytes / GB:.1f} GB are free, of which "
         f"{SHARE_OF_FREE_MEMORY:.0%} go to ranks). {advice}.",
         num_ranks=num_ranks,

@@ -151,8 +151,8 @@ def did_you_mean(word: Any, known: Iterable[str]) -> str:
 
 def refuse_unknown(call: str, given: Iterable[str], known: Iterable[str]) -> None:
     """Raise for the first keyword of `given`: `call` has no such option."""
+    known = tuple(known)
     for keyword in given:
-        known = list(known)
         hint = did_you_mean(keyword, known)
         raise UsageError(f"{call}() has no option {keyword!r}.{hint} Options: {', '.join(known)}.")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from collections.abc import Generator
 from html import escape
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ftnb.client.faults import check_fault
+from ftnb.client.options import refuse_unknown
 from ftnb.core.report import Report, build_report
 from ftnb.errors import (
     CellError,
@@ -46,6 +48,15 @@ class WaitCancelled(_OnlyTheWaiting, asyncio.CancelledError):
     """The waiting of `await run`, which the kernel's event loop cancels."""
 
 
+class WaitTimeout(TimeoutError):
+    """The time of `run.wait(timeout_s=…)` is over, the training is not."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [f"TimeoutError: {self}"]
+
+_PULLING = threading.Lock()
+
+
 class Run:
     """A training on a cluster. Comes from `session.train(...)` or `session.run`."""
 
@@ -69,8 +80,35 @@ class Run:
     # What it is doing
 
     def info(self) -> dict[str, Any]:
-        """State, step, loss, speed, ranks and recent events, as a plain dict."""
-        return self.session.request("run_info", run=self.name)
+        """State, step, loss, speed, ranks and recent events, as a plain dict.
+
+        Of a run that the cluster knows no more (it has ended, or has gone on to another run): what its
+        directory tells, without ranks.
+        """
+        try:
+            return self.session.request("run_info", run=self.name)
+        except _UNKNOWN_THERE:
+            if (last := self._info_of_ended()) is None:
+                raise
+            return last
+
+    def _info_of_ended(self) -> dict[str, Any] | None:
+        try:
+            record = self._record()
+        except (RunError, OSError, ValueError):  # its directory was moved, say
+            return None
+        if record.get("state") not in ENDED:
+            return None
+        report = build_report(record, self.events(), self.metrics(), self.ledger())
+        return {
+            "run": self.name, "directory": str(self.directory), "state": report.state,
+            "reason": report.reason, "step": report.steps, "total_steps": report.total_steps,
+            "loss": report.final_loss, "generation": report.generations,
+            "world_size": report.world_size_end, "num_ranks": record.get("num_ranks"),
+            "global_batch": (record.get("options") or {}).get("global_batch"),
+            "failures": len(report.failures), "elapsed_s": report.wall_s, "goodput": report.goodput,
+            "ranks": [], "recent": [], "error": record.get("error"),
+        }  # fmt: skip
 
     @property
     def state(self) -> str:
@@ -84,7 +122,7 @@ class Run:
 
     def _looked_up(self, key: str) -> Any:
         try:
-            return self.info()[key]
+            return self.session.request("run_info", run=self.name)[key]
         except _UNKNOWN_THERE:
             record = self._record()
             if record.get("state") not in ENDED:
@@ -97,11 +135,12 @@ class Run:
 
     # Waiting
 
-    def wait(self, timeout_s: float | None = None) -> Report:
+    def wait(self, timeout_s: float | None = None, **others: Any) -> Report:
         """Block until the training has ended, however it ended, and return its report.
 
         Raises `TimeoutError` after `timeout_s`. Interrupting (Ctrl-C) ends the waiting, never the training.
         """
+        refuse_unknown("run.wait", others, ("timeout_s",))
         deadline = _deadline(timeout_s)
         try:
             while not self._wait_slice(deadline):
@@ -125,7 +164,7 @@ class Run:
     def _goes_on(self) -> str:
         return (
             f"stopped waiting for run {self.name!r}; the training goes on. Wait again with %ft_wait "
-            "(or run.wait()), end it with %ft_stop (or run.stop())."
+            "(in Python: run.wait()), end it with %ft_stop (run.stop())."
         )
 
     def _wait_slice(self, deadline: float | None) -> bool:
@@ -140,9 +179,9 @@ class Run:
         if info["state"] in ENDED:
             return True
         if deadline is not None and time.monotonic() >= deadline:
-            raise TimeoutError(
-                f"Run {self.name!r} is still {info['state']} (step {info['step']} of {info['total_steps']}); "
-                "it goes on. Wait longer, or end it with run.stop()."
+            raise WaitTimeout(
+                f"Run {self.name!r} is still {info['state']} (step {info['step']} of {info['total_steps']}) "
+                "and goes on. Wait longer, or end it with %ft_stop (in Python: run.stop())."
             )
         return False
 
@@ -172,7 +211,16 @@ class Run:
     ) -> dict[str, Any]:
         """Make a fault happen: `run.inject("kill", rank=2, at_step=50)`. Without `rank` one is picked."""
         fault = check_fault(kind, rank, at_step, after_s, later)
-        return self.session.request("inject", run=self.name, **fault)
+        try:
+            return self.session.request("inject", run=self.name, **fault)
+        except _UNKNOWN_THERE as error:
+            if (last := self._info_of_ended()) is None:
+                raise
+            raise RunError(
+                f"Run {self.name!r} is over ({last['state']} after {last['step']} steps in "
+                f"{last['elapsed_s']:.1f} s), so nothing can happen to it any more. Train longer (more "
+                "--steps; in Python: steps=…), and inject while it trains."
+            ) from error
 
     # What it has written
 
@@ -222,7 +270,9 @@ class Run:
         view = self.session.client[ready["engine"]]
         # By text, so that neither side has to be able to import the other's modules for this.
         take = "__import__('ftnb.rank.export', fromlist=['take_weights']).take_weights()"
-        return {name: _tensor(*packed) for name, *packed in view.apply_sync(eval, take)}
+        with _PULLING:  # ipyparallel's client is not made for several threads
+            pulled = view.apply_sync(eval, take)
+        return {name: _tensor(*packed) for name, *packed in pulled}
 
 
 def failure(info: dict[str, Any]) -> FtnbError:

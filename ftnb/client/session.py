@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ftnb.client import container, launch
 from ftnb.client.names import check_syntax, pack
-from ftnb.client.options import Option, check_train_options
+from ftnb.client.options import Option, check_train_options, refuse_unknown
 from ftnb.client.run import ENDED, Run, WaitInterrupted
 from ftnb.client.source import cell_text
 from ftnb.errors import ClusterError, NoClusterError, RunError, UsageError
@@ -69,11 +70,14 @@ class Session:
         *,
         progress: launch.Progress | None = None,
         show: Callable[[str], None] = print,
+        **others: Any,
     ) -> Session:
         """Start a cluster and return once every rank has answered (4 ranks, fewer in a small container).
 
         `progress` is called with the cluster's status while it starts; `show` prints what there is to say.
         """
+        known = (*(option.keyword for option in START_OPTIONS), "num_spares", "engines", "progress", "show")
+        refuse_unknown("Session.start", others, known)
         given = {"num_ranks": num_ranks, "name": name, "profile": profile, "backend": backend,
                  "threads": threads, "linger_s": linger_s, "keep": keep}  # fmt: skip
         checked = {option.keyword: option.checked(given[option.keyword]) for option in START_OPTIONS}
@@ -84,9 +88,11 @@ class Session:
             return existing
         if launch.running(name):
             raise ClusterError(
-                f"A cluster named {name!r} is running already, started from elsewhere. Use it with "
-                f"%ft_cluster attach {name} (ftnb.Session.attach({name!r})), or start another one with "
-                "%ft_cluster start --name NAME."
+                f"A cluster named {name!r} is running already, started from elsewhere or before this kernel was "
+                f"restarted. Use it: %ft_cluster attach {name} (in Python: Session.attach({name!r})), or end it: "
+                f"%ft_cluster stop {name} (Session.attach({name!r}).stop()). It ends by itself when no notebook "
+                "has been connected to it for its linger time (60 s, unless it was started with --linger or "
+                "--keep). A second one beside it: %ft_cluster start --name NAME (Session.start(name=NAME))."
             )
         room = container.look()
         if num_ranks is None:
@@ -126,9 +132,17 @@ class Session:
                 )
             self._stopped = True
             self._connection.close()
+            self._clear_away()
         with _sessions_lock:
             if _sessions.get(self.name) is self:
                 del _sessions[self.name]
+
+    def _clear_away(self) -> None:
+        """Remove the cluster's private directory; after a bad end it stays, for the log's sake."""
+        ended_well = self._process is None or self._process.returncode == 0
+        # A supervisor that was killed leaves its connection file; so does one that has just been started.
+        if ended_well and not paths.connection_file(self.name).exists():
+            shutil.rmtree(paths.cluster_dir(self.name), ignore_errors=True)
 
     def __enter__(self) -> Session:
         return self
@@ -147,9 +161,13 @@ class Session:
         return not self._stopped and self._connection.supervisor_alive()
 
     def already_runs(self, wanted: int | None = None) -> str:
-        text = f"The cluster {self.name!r} runs already, with {self.num_ranks} ranks; this is the same one."
+        ranks = _count(self.num_ranks)
+        text = f"The cluster {self.name!r} runs already, with {ranks}; this is the same one."
         if wanted is not None and wanted != self.num_ranks:
-            text += f" For {wanted} ranks, stop it first (%ft_cluster stop) or give the new one a --name."
+            text += (
+                f" For {_count(wanted)}, stop it first: %ft_cluster stop (in Python: session.stop()), or give the "
+                "new one another name: --name NAME (name=NAME)."
+            )
         return text
 
     # Questions
@@ -158,7 +176,7 @@ class Session:
         if self._stopped:
             raise NoClusterError(
                 f"The cluster {self.name!r} has been stopped. Start one with %ft_cluster start "
-                "(ftnb.Session.start())."
+                "(in Python: Session.start())."
             )
         return self._connection.request(op, timeout_s=timeout_s, **args)
 
@@ -215,7 +233,7 @@ class Session:
         try:
             result = self.request(
                 "train", timeout_s=None, cell=source, names=parcel.pickled, options=options,
-                cwd=os.getcwd(), sys_path=list(sys.path),
+                cwd=os.getcwd(), sys_path=_sys_path(),
             )  # fmt: skip
         except KeyboardInterrupt:
             raise self._interrupted() from None
@@ -231,8 +249,9 @@ class Session:
         run = self.run
         if run is not None and (state := run.state) not in ENDED:
             raise RunError(
-                f"Run {run.name!r} is still {state} on this cluster. Wait for it (%ft_wait), end it "
-                "(%ft_stop), or start a second cluster (%ft_cluster start --name NAME)."
+                f"Run {run.name!r} is still {state} on this cluster. Wait for it: %ft_wait (in Python: "
+                "run.wait()), end it: %ft_stop (run.stop()), or start a second cluster: %ft_cluster start "
+                "--name NAME (Session.start(name=NAME))."
             )
 
     def _interrupted(self) -> WaitInterrupted:
@@ -243,7 +262,8 @@ class Session:
                 run.stop(save=False)
                 return WaitInterrupted(f"run {run.name!r} was called off before its training began.")
             if run is not None and run.state not in ENDED:
-                return WaitInterrupted(f"run {run.name!r} has begun and goes on; end it with %ft_stop.")
+                text = f"run {run.name!r} has begun and goes on; end it with %ft_stop (in Python: run.stop())."
+                return WaitInterrupted(text)
         except (ClusterError, NoClusterError, RunError) as error:
             return WaitInterrupted(f"the training could not be called off: {error}")
         with contextlib.suppress(RunError):  # no rank was running the cell any more
@@ -269,6 +289,15 @@ def notebook_names() -> dict[str, Any]:
         if (shell := get_ipython()) is not None:
             return shell.user_ns
     return vars(sys.modules["__main__"])
+
+
+def _sys_path() -> list[str]:
+    """As text: `sys.path` may hold `pathlib.Path` objects (which Python itself passes over) and worse."""
+    return [os.fsdecode(entry) for entry in sys.path if isinstance(entry, (str, bytes, os.PathLike))]
+
+
+def _count(ranks: int) -> str:
+    return "1 rank" if ranks == 1 else f"{ranks} ranks"
 
 
 def _numbers(ranks: list[int]) -> str:

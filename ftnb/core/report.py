@@ -75,6 +75,10 @@ class Report:
             f"failures={len(self.failures)}, ok={self.ok})"
         )
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """IPython without HTML (a terminal, a plain text viewer) shows the whole report, too."""
+        printer.text(str(self))
+
     def __str__(self) -> str:
         lines = [_title(self)]
         if self.reason:
@@ -140,6 +144,8 @@ def build_report(
     no_metrics = set(range(1, steps + 1)) - {line["step"] for line in history}
     if no_metrics:
         problems.append(f"{_steps_text(no_metrics)}: no line in the metrics")
+    if not_finite := {line["step"] for line in history if _loss_not_finite(line)}:
+        notes.append(f"{_steps_text(not_finite)}: the loss was not finite (NaN or infinity)")
     total_steps = run.get("total_steps")
     if state == "finished" and total_steps is not None and steps != total_steps:
         problems.append(f"the run is marked finished after {steps} of {total_steps} steps")
@@ -172,7 +178,8 @@ def build_report(
         wall_s=wall_s,
         goodput=min(1.0, useful_s / wall_s) if wall_s > 0 else None,
         final_loss=history[-1].get("loss") if history else None,
-        world_size_start=world_sizes[0] if world_sizes else run.get("num_ranks"),
+        # The first metrics line is no witness: a rank may have been lost in step 1 already.
+        world_size_start=run.get("num_ranks") or (world_sizes[0] if world_sizes else None),
         world_size_end=world_sizes[-1] if world_sizes else run.get("num_ranks"),
         generations=max((line.get("generation") or 0 for line in (*events, *metrics)), default=0),
         failures=_failures(events),
@@ -188,6 +195,11 @@ def build_report(
         problems=problems,
         notes=notes,
     )
+
+
+def _loss_not_finite(line: Mapping[str, Any]) -> bool:
+    """JSON has no NaN: the loss is null although ranks have reported theirs ("3/4": three of four)."""
+    return "loss" in line and line["loss"] is None and not str(line.get("loss_shares")).startswith("0/")
 
 
 def _final_history(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -307,7 +319,8 @@ def _failures(events: Sequence[Mapping[str, Any]]) -> list[Failure]:
         recovered = next((e for e in later if rank in e.get("ranks", (rank,))), {})
         figures = {name: recovered.get(name) for name in (*_PHASES, "lost_steps")}
         kind = event.get("failure") or "unknown"
-        failures.append(Failure(kind, rank, event.get("step"), event.get("reason") or "", **figures))
+        step = event.get("step") or recovered.get("step")  # lost between two steps: the one it was missed in
+        failures.append(Failure(kind, rank, step, event.get("reason") or "", **figures))
     return failures
 
 
@@ -350,7 +363,8 @@ def _failure_rows(report: Report) -> list[list[str]]:
 
 def _cause(failure: Failure) -> str:
     ending = "" if failure.mttr_s is not None else " (no recovery followed)"
-    return f"step {failure.step}, rank {failure.rank}: {_one_line(failure.reason) or failure.kind}{ending}"
+    where = "" if failure.step is None else f"step {failure.step}, "
+    return f"{where}rank {failure.rank}: {_one_line(failure.reason) or failure.kind}{ending}"
 
 
 def _summary_rows(report: Report) -> list[tuple[str, str]]:

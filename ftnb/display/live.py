@@ -68,6 +68,7 @@ class Live:
         self._interval_s = max(interval_s, MIN_INTERVAL_S)
         self._stop = threading.Event()
         self._last: Any = None
+        self._over = False
         self._thread = threading.Thread(target=self._follow, name="ftnb-live", daemon=True)
 
     def start(self) -> Live:
@@ -81,10 +82,12 @@ class Live:
         if self._thread.is_alive():
             self._thread.join(timeout_s)
 
-    def stop(self) -> None:
+    def finish(self) -> None:
+        """Show the present state once more, as the last one (or what it is by now, if it has ended)."""
         self._stop.set()
-        if threading.current_thread() is not self._thread:
-            self.join(2)
+        self.join(2)
+        if not self._over:
+            self._once()
 
     def _follow(self) -> None:
         while not self._stop.wait(self._interval_s):
@@ -96,17 +99,17 @@ class Live:
         try:
             state = self._fetch()
             content = self._render(state)
-            over = self._ended(state)
+            self._over = self._ended(state)
             self._last = state
         except FtnbError as error:
-            self._output.show(self._farewell(str(error)))
-            return True
+            self._over = True
+            content = self._farewell(str(error))
         except Exception as error:  # a bug of ours: it must be seen, and it must not look like training
             _log.exception("the live status has ended")
-            self._output.show(self._farewell(f"The live status has ended: {type(error).__name__}: {error}"))
-            return True
+            self._over = True
+            content = self._farewell(f"The live status has ended: {type(error).__name__}: {error}")
         self._output.show(content)
-        return over
+        return self._over
 
     def _farewell(self, message: str) -> Shown:
         from html import escape

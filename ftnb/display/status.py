@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from ftnb.display.table import COLOURS, Shown, html_table, number, seconds, text_table
+from ftnb.display.table import COLOURS, Shown, count, html_table, number, seconds, text_table
 
 _BAR_WIDTH = 30
 _NUM_RECENT = 5
@@ -88,9 +88,9 @@ def starting_cluster(status: Mapping[str, Any], name: str) -> Shown:
     ready = sum(entry["state"] not in ("starting", "failed") for entry in status["ranks"])
     total, elapsed = status["num_ranks"], status["elapsed_s"]
     if ready == total:
-        text = f"Cluster {name}: {total} ranks are ready, after {seconds(elapsed)}."
+        text = f"Cluster {name}: {count(total, 'rank')} ready, after {seconds(elapsed)}."
     else:
-        text = f"Starting cluster {name}: {ready} of {total} ranks ready ({elapsed:.0f} s)"
+        text = f"Starting cluster {name}: {ready} of {count(total, 'rank')} ready ({elapsed:.0f} s)"
     return Shown(text, f"<div>{escape(text)}</div>")
 
 
@@ -108,6 +108,8 @@ def _facts(info: Mapping[str, Any]) -> list[str]:
     facts = []
     if info.get("loss") is not None:
         facts.append(f"loss {number(info['loss'])}")
+    elif (info.get("step") or 0) > 1:  # in step 1 it may only not be known yet
+        facts.append("loss not finite (NaN or infinity)")
     if info.get("epoch") is not None:
         facts.append(f"epoch {info['epoch']}")
     if info.get("world_size") is not None:
@@ -116,9 +118,8 @@ def _facts(info: Mapping[str, Any]) -> list[str]:
         facts.append(f"generation {info['generation']}")
     if info.get("global_batch") is not None:
         facts.append(f"global batch {info['global_batch']}")
-    failures = info.get("failures") or 0
-    if count := failures if isinstance(failures, int) else len(failures):
-        facts.append(f"{count} rank lost" if count == 1 else f"{count} ranks lost")
+    if failures := info.get("failures"):
+        facts.append(f"{count(failures, 'rank')} lost")
     return facts
 
 
@@ -131,7 +132,7 @@ def _clock(info: Mapping[str, Any]) -> list[str]:
     if info.get("eta_s") is not None and info["state"] in ("running", "recovering"):
         clock.append(f"about {seconds(info['eta_s'])} left")
     if info.get("goodput") is not None:
-        clock.append(f"goodput {info['goodput']:.0%}")
+        clock.append(f"goodput {100 * info['goodput']:.1f} %")
     return clock
 
 
@@ -142,7 +143,7 @@ def _recent(info: Mapping[str, Any]) -> list[str]:
 
 
 def _cluster_facts(status: Mapping[str, Any]) -> list[str]:
-    facts = [f"{len(status['ranks'])} ranks", f"supervisor pid {status.get('supervisor_pid', '–')}"]
+    facts = [count(len(status["ranks"]), "rank"), f"supervisor pid {status.get('supervisor_pid', '–')}"]
     if status.get("run"):
         facts += [f"run {status['run']}", f"world size {status['world_size']}"]
         facts.append(f"generation {status['generation']}")

@@ -7,6 +7,13 @@ from html import escape
 from typing import Any
 
 
+def show(content: Any) -> None:
+    """Display `content` now, wherever in the cell this is: the HTML twin, or the whole text without a browser."""
+    from IPython.display import display
+
+    display(content)
+
+
 class Shown:
     """Something with a text and an HTML twin; the front end takes the one that it can show."""
 
@@ -54,6 +61,10 @@ def cell_text(value: Any) -> str:
 
 def number(value: float | None, digits: int = 4) -> str:
     return "–" if value is None else f"{value:.{digits}g}"
+
+
+def count(amount: int, noun: str) -> str:
+    return f"{amount} {noun}{'' if amount == 1 else 's'}"
 
 
 def seconds(value: float | None) -> str:

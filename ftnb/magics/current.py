@@ -55,10 +55,17 @@ def put_in_notebook(name: str, value: Any) -> None:
 def follow(run: Run) -> Live:
     """Show the live status of `run` under the cell that is running."""
     global _live
-    if _live is not None:
-        _live.stop()  # one at a time: the run before has ended, or its cell is not looked at any more
+    finish_live()  # one at a time: the run before has ended, or its cell is not looked at any more
     _live = Live(fetch=run.info, render=run_status, ended=lambda info: info["state"] in ENDED).start()
     return _live
+
+
+def finish_live() -> None:
+    """Let the live status under an earlier cell show its last state while that can still be asked for."""
+    global _live
+    if _live is not None:
+        _live.finish()
+        _live = None
 
 
 def activate_px(session: Session) -> None:
@@ -74,9 +81,7 @@ def activate_px(session: Session) -> None:
 
 def forget(session: Session) -> None:
     """Called after `session` was stopped."""
-    global _session, _live
+    global _session
     if _session is session:
         _session = None
-    if _live is not None:
-        _live.stop()
-        _live = None
+        finish_live()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ftnb.client.run import Report
+from ftnb.display.table import show
 from ftnb.magics import current
 from ftnb.magics.arguments import Command, parse
 
@@ -11,5 +11,6 @@ COMMAND = Command(
 )
 
 
-def run(line: str) -> Report | None:
-    return None if parse(COMMAND, line).help else current.run().report()
+def run(line: str) -> None:
+    if not parse(COMMAND, line).help:
+        show(current.run().report())

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from ftnb.display.status import cluster_status, run_status
-from ftnb.display.table import Shown
+from ftnb.display.table import show
 from ftnb.magics import current
 from ftnb.magics.arguments import Command, parse
 
 COMMAND = Command("ft_status", "the state of the training and its ranks, once")
 
 
-def run(line: str) -> Shown | None:
+def run(line: str) -> None:
     if parse(COMMAND, line).help:
-        return None
+        return
     session = current.session()
     last = session.run
-    return cluster_status(session.status(), session.name) if last is None else run_status(last.info())
+    show(cluster_status(session.status(), session.name) if last is None else run_status(last.info()))

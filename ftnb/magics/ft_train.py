@@ -25,6 +25,7 @@ def run(line: str, cell: str | None = None) -> None:
         return
     check_train_options(parsed.values)  # a wrong option is told before a missing cluster
     session = current.session()
+    current.finish_live()  # before the cluster forgets the run that it follows
     if cell is None:
         source = current.last_cell
         if source is None:

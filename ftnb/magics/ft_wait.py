@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ftnb.client.options import Option
-from ftnb.client.run import Report
+from ftnb.display.table import show
 from ftnb.magics import current
 from ftnb.magics.arguments import Command, parse
 
@@ -14,6 +14,7 @@ COMMAND = Command(
 )
 
 
-def run(line: str) -> Report | None:
+def run(line: str) -> None:
     parsed = parse(COMMAND, line)
-    return None if parsed.help else current.run().wait(parsed.get("timeout_s"))
+    if not parsed.help:
+        show(current.run().wait(parsed.get("timeout_s")))

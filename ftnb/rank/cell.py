@@ -116,7 +116,9 @@ def check(namespace: dict[str, Any], options: dict[str, Any], device: torch.devi
         if scheduler is not None:
             state.take_apart(scheduler_state(scheduler))
     except TypeError as error:
-        raise CheckError(f"The state of `model`, `optimizer` or `scheduler` cannot be given to another rank: {error}.") from None
+        raise CheckError(
+            f"The state of `model`, `optimizer` or `scheduler` cannot be given to another rank: {error}."
+        ) from None
     model.to(device)
     return Job(
         model, optimizer, dataset, functions["loss_fn"], functions["training_step"], functions["collate_fn"],

@@ -285,6 +285,8 @@ class ActiveRun:
         kind = {"finished": "run_finished", "stopped": "run_stopped", "failed": "run_failed"}[action.state]
         self._emit(kind, self.reason, step=self.step)
         self._write_run()
+        if self._recorder.problem and "cannot be written" not in self.reason:
+            self.reason += f" The files of this run could not be written completely ({self._recorder.problem})."
         self._recorder.close()
         self.notify()
         self._supervisor.run_ended(self)

@@ -48,11 +48,15 @@ async def _start(supervisor: Supervisor, request: dict[str, Any]) -> dict[str, A
     busy = await _end_busy(supervisor)
     if busy:
         notes.append(f"{_named(busy)} did not come out of the last run's step: ended, and started again.")
-    missing = [rank for rank, slot in supervisor.ranks.items() if not slot.usable]
-    if missing:
+    lost: set[int] = set()
+    # More than once, because another rank may be lost while the first ones start.
+    while missing := [rank for rank, slot in supervisor.ranks.items() if not slot.usable]:
+        if lost.intersection(missing):
+            raise ClusterError(f"{_named(missing)} was started again and is lost again; see %ft_cluster status.")
         await supervisor.start_ranks(missing)
-        if lost := [rank for rank in missing if rank not in busy]:
-            notes.append(f"{_named(lost)} had been lost and {'were' if len(lost) > 1 else 'was'} started again.")
+        lost.update(missing)
+    if named := sorted(lost.difference(busy)):
+        notes.append(f"{_named(named)} had been lost and {'were' if len(named) > 1 else 'was'} started again.")
     members = sorted(supervisor.ranks)
     answers, output = await _load(supervisor, request, members)
     if dead := [rank for rank in members if not supervisor.ranks[rank].usable]:
@@ -115,10 +119,15 @@ async def _load(
     supervisor.load_output = {}
     try:
         for rank in members:
+            slot = supervisor.ranks[rank]
+            if not slot.usable:
+                died = {"ok": False, "kind": "died", "error": {"evalue": slot.problem or "it is gone"}}
+                supervisor.loads[rank].set_result(died)
+                continue
             message = {
                 "run": request["options"]["name"], "cell": request["cell"], "options": request["options"],
                 "cwd": request["cwd"], "sys_path": request["sys_path"], "backend": backend,
-                "gpu": supervisor.ranks[rank].gpu, "threads": supervisor.threads, "world_size": len(members),
+                "gpu": slot.gpu, "threads": supervisor.threads, "world_size": len(members),
             }
             if request.get("names"):
                 message["names"] = request["names"]
