@@ -100,5 +100,5 @@ def test_threads_share_the_cores():
 def test_more_ranks_than_memory_holds_are_refused_with_what_to_type():
     small = Container(8, 2 * GB, 2 * GB)
     container.refuse_more_than_fit(small, 4)
-    with pytest.raises(UsageError, match=r"5 ranks need about 1.5 GB.*%ft_cluster start -n 4\."):
+    with pytest.raises(UsageError, match=r"5 ranks need about 1.5 GB.*%ft_cluster start -n 4 \(in Python: Session.start\(4\)\)\."):
         container.refuse_more_than_fit(small, 5)

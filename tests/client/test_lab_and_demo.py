@@ -9,7 +9,7 @@ import pytest
 from ftnb import cli, demo, demo_cell, lab
 from ftnb.client import container
 from ftnb.client.names import check_syntax, names_read
-from ftnb.errors import FtnbError
+from ftnb.errors import FtnbError, UsageError
 
 
 @pytest.fixture
@@ -49,6 +49,7 @@ def test_a_file_in_the_way_is_an_error(source, tmp_path):
     [
         (["here", "--", "--no-browser"], "here"), (["here", "--no-browser"], "here"),
         (["--no-browser"], "ftnb-tutorials"), (["--", "--no-browser"], "ftnb-tutorials"),
+        (["--port", "8890", "--no-browser"], "ftnb-tutorials"), (["here", "--port", "8890"], "here"),
     ],
 )  # fmt: skip
 def test_lab_opens_the_quickstart(arguments, folder, source, tmp_path, monkeypatch):
@@ -58,7 +59,16 @@ def test_lab_opens_the_quickstart(arguments, folder, source, tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     cli.main(["lab", *arguments])
     assert [path.name for path in tmp_path.iterdir() if path.is_dir() and path != source] == [folder]
-    assert started == [["-m", "jupyterlab", "00_quickstart.ipynb", "--no-browser"]]
+    options = [word for word in arguments if word not in ("here", "--")]
+    assert started == [["-m", "jupyterlab", "00_quickstart.ipynb", *options]]
+
+
+def test_other_commands_take_no_options_of_jupyterlab(capsys):
+    for arguments in (["demo", "--no-browser"], ["lab", "--help"]):
+        with pytest.raises(SystemExit):
+            cli.main(arguments)
+    captured = capsys.readouterr()
+    assert "unrecognized arguments: --no-browser" in captured.err and "--allow-root" in captured.out
 
 
 def test_lab_without_jupyterlab_says_what_to_install(monkeypatch, capsys):
@@ -97,6 +107,44 @@ def test_a_demo_that_cannot_be_is_refused_at_once(arguments, monkeypatch, capsys
         monkeypatch.undo()
     assert cli.main(arguments) == 1
     assert "UsageError" in capsys.readouterr().err
+
+
+def test_few_steps_are_slowed_down_so_that_the_fault_comes_in_time():
+    assert demo.cell(400) == demo_cell.SOURCE
+    assert "time.sleep(0.150)" in demo.cell(20)
+    check_syntax(demo.cell(20))
+    assert names_read(demo.cell(20)) == set()
+
+
+class RunAt:
+    """Refuses faults in steps that are past, and gets further with every question."""
+
+    def __init__(self, *steps):
+        self.steps = list(steps)
+        self.planned = None
+
+    @property
+    def step(self):
+        return self.steps[0]
+
+    def inject(self, kind, rank, at_step):
+        self.steps[1:] and self.steps.pop(0)
+        if at_step <= self.step:
+            raise UsageError(f"Step {at_step} is past already")
+        self.planned = at_step
+
+
+@pytest.mark.parametrize(("steps", "planned"), [([0, 3], 10), ([0, 10], 15), ([0, 12, 16, 17], 18), ([0, 18, 19], 20)])
+def test_the_demos_kill_is_planned_in_a_step_that_is_still_to_come(steps, planned):
+    run, said = RunAt(*steps), []
+    demo._plan_kill(run, 20, SimpleNamespace(say=said.append))
+    assert run.planned == planned
+    assert len(said) == (planned != 10)
+
+
+def test_a_demo_that_is_over_before_its_kill_is_an_error():
+    with pytest.raises(UsageError):
+        demo._plan_kill(RunAt(0, 20), 20, SimpleNamespace(say=print))
 
 
 def test_a_small_container_gets_a_small_demo(monkeypatch, capsys):

@@ -14,6 +14,7 @@ from client_fakes import FakeConnection, run_info
 from ftnb.client import run as run_module
 from ftnb.client.run import Run, WaitInterrupted, failure, read_lines
 from ftnb.client.session import Session
+from ftnb.display.status import run_status
 from ftnb.errors import CellError, CheckError, ClusterError, RunError, UsageError
 
 
@@ -49,8 +50,11 @@ def test_wait_returns_the_report_however_the_run_ends(directory, end):
 
 def test_wait_gives_up_in_time_and_says_what_goes_on(directory):
     run, _ = make(directory, wait=waits("running"))
-    with pytest.raises(TimeoutError, match=r"still running \(step 50 of 200\)"):
+    with pytest.raises(TimeoutError, match=r"still running \(step 50 of 200\).*%ft_stop.*run.stop\(\)") as caught:
         run.wait(timeout_s=0.05)
+    assert caught.value._render_traceback_() == [f"TimeoutError: {caught.value}"]
+    with pytest.raises(UsageError, match="Did you mean timeout_s"):
+        run.wait(timeout=1)
     with pytest.raises(UsageError):
         run.wait(timeout_s=-1)
 
@@ -105,6 +109,21 @@ def test_the_report_of_an_ended_run_outlives_the_cluster(directory):
     assert run.step == 0
 
 
+def test_the_state_of_an_ended_run_outlives_the_cluster(directory, monkeypatch):
+    monkeypatch.undo()  # the real report
+    record = {"name": "run", "state": "stopped", "options": {"global_batch": 8, "seed": 0}, "total_steps": 9,
+              "dataset_len": 22, "num_ranks": 4, "started": 1.0, "ended": 2.0}  # fmt: skip
+    (directory / "run.json").write_text(json.dumps(record))
+    run, connection = make(directory, inject=RunError("over"))
+    assert run.info()["state"] == "running"  # the supervisor is asked first
+    with pytest.raises(RunError, match=r"over \(stopped after 0 steps in 1.0 s\).*--steps"):
+        run.inject("kill")
+    connection.alive = False
+    info = run.info()
+    assert (info["state"], info["step"], info["total_steps"], info["ranks"]) == ("stopped", 0, 9, [])
+    assert run_status(info).text.startswith("Run run: stopped")
+
+
 def test_a_lost_cluster_in_the_middle_of_a_run_is_told(directory):
     (directory / "run.json").write_text(json.dumps({"state": "running"}))
     run, connection = make(directory)
@@ -113,6 +132,8 @@ def test_a_lost_cluster_in_the_middle_of_a_run_is_told(directory):
         run.wait()
     with pytest.raises(ClusterError):
         _ = run.state
+    with pytest.raises(ClusterError):
+        run.info()
 
 
 def test_a_line_being_written_is_left_out(tmp_path):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pickle
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 from client_fakes import FakeConnection, run_info
@@ -13,6 +15,7 @@ from ftnb.client import session as session_module
 from ftnb.client.run import WaitInterrupted
 from ftnb.client.session import Session, result_lines
 from ftnb.errors import CellError, ClusterError, NoClusterError, RunError, UsageError
+from ftnb.wire import paths
 
 STARTED = {"run": "run", "directory": "ftnb_runs/run", "total_steps": 200, "dataset_len": 10, "notes": [],
            "output": []}  # fmt: skip
@@ -88,6 +91,27 @@ def test_nothing_is_sent_for_a_mistake_that_the_notebook_can_see(cell, options, 
     assert "train" not in connection.ops()
 
 
+@pytest.mark.parametrize("cell", ["my_training.py", "  code/my training.py\n", Path("my_training.py")])
+def test_the_path_of_a_file_is_no_cell(cell):
+    connection = FakeConnection(train=STARTED)
+    with pytest.raises(UsageError, match=r"not the path of a file.*open\(.*my.training.py.*\)\.read\(\)"):
+        Session(connection).train(cell, names={})
+    assert "train" not in connection.ops()
+
+
+def test_a_cell_of_one_line_is_no_path():
+    connection = FakeConnection(train=STARTED)
+    Session(connection).train("model = package.py", names={})
+    assert connection.sent("train")["cell"] == "model = package.py"
+
+
+def test_the_search_path_travels_as_text(monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path, Path("/some/where"), None])
+    connection = FakeConnection(train=STARTED)
+    Session(connection).train(CELL, names={})
+    assert connection.sent("train")["sys_path"] == [*sys.path[:-2], "/some/where"]
+
+
 def test_a_second_training_is_refused_while_one_runs():
     connection = FakeConnection(train=STARTED, run_info=run_info("paused"))
     with pytest.raises(RunError, match=r"Run 'run' is still paused.*%ft_wait.*%ft_stop"):
@@ -156,6 +180,30 @@ def test_stop_waits_until_the_supervisor_is_gone_and_is_harmless_twice():
         session.status()
 
 
+class FakeProcess:
+    def __init__(self, returncode):
+        self.returncode = returncode
+
+    def wait(self, timeout):
+        return self.returncode
+
+
+@pytest.mark.parametrize(
+    ("process", "connection_left", "kept"),
+    [(FakeProcess(0), False, False), (None, False, False), (FakeProcess(1), False, True), (None, True, True)],
+)
+def test_the_clusters_directory_goes_with_it_unless_it_ended_badly(
+    process, connection_left, kept, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("FTNB_RUNTIME_DIR", str(tmp_path))
+    directory = paths.make_private_dir(paths.cluster_dir("default"))
+    (directory / "supervisor.log").write_text("what happened")
+    if connection_left:
+        paths.connection_file("default").write_text("{}")
+    Session(FakeConnection(), process).stop()
+    assert (directory / "supervisor.log").exists() == directory.exists() == kept
+
+
 def test_stop_after_the_supervisor_has_died_is_no_error():
     connection = FakeConnection()
     session = Session(connection)
@@ -184,7 +232,8 @@ def test_starting_twice_gives_the_same_session_and_says_so(monkeypatch):
 
 def test_a_cluster_started_elsewhere_is_not_taken_over(monkeypatch):
     monkeypatch.setattr(launch, "running", lambda name: True)
-    with pytest.raises(ClusterError, match=r"%ft_cluster attach default.*--name"):
+    match = r"%ft_cluster attach default.*Session.attach.*%ft_cluster stop default.*ends by itself.*--name"
+    with pytest.raises(ClusterError, match=match):
         Session.start(2)
 
 
@@ -192,13 +241,22 @@ def test_a_cluster_started_elsewhere_is_not_taken_over(monkeypatch):
     "options",
     [
         {"num_ranks": 0}, {"num_ranks": "4"}, {"num_spares": 1}, {"engines": "ssh"}, {"backend": "mpi"},
-        {"threads": 0}, {"linger_s": -1}, {"name": "a b"}, {"num_ranks": 100_000},
+        {"threads": 0}, {"linger_s": -1}, {"name": "a b"}, {"num_ranks": 100_000}, {"ranks": 3},
     ],
 )  # fmt: skip
 def test_wrong_start_options_start_nothing(options, monkeypatch):
     monkeypatch.setattr(launch, "start", lambda *_: pytest.fail("something was started"))
     with pytest.raises(UsageError):
         Session.start(**options)
+
+
+def test_a_wrong_keyword_of_start_gets_a_suggestion():
+    with pytest.raises(UsageError, match=r"Session.start\(\) has no option 'ranks'. Did you mean num_ranks"):
+        Session.start(ranks=3)
+
+
+def test_one_rank_is_not_called_ranks():
+    assert "with 1 rank;" in Session(FakeConnection(num_ranks=1)).already_runs(2)
 
 
 def test_requests_from_many_threads():

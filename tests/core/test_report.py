@@ -6,6 +6,7 @@ from html.parser import HTMLParser
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from IPython.lib.pretty import pretty
 
 from ftnb.core.events import make_event
 from ftnb.core.ledger import StepAssembler
@@ -123,6 +124,35 @@ def test_each_failure_gets_its_own_recovery():
 def test_a_recovery_of_other_ranks_does_not_count():
     report = build_report(run_json(8), [failed(2, 3), recovered([1], 4)], *undisturbed()[2:])
     assert report.failures[0].mttr_s is None
+
+
+def test_a_rank_lost_in_the_first_step_counts_at_the_start():
+    metrics, ledger = train([((0, 2, 3), 8)])
+    report = build_report(run_json(8), [failed(1, 1), recovered([1], 1), finished()], metrics, ledger)
+    assert (report.world_size_start, report.world_size_end) == (4, 3)
+
+
+def test_a_failure_between_two_steps_is_shown_at_the_step_of_its_recovery():
+    metrics, ledger = train([((0, 1, 2, 3), 4), ((3,), 8)])
+    events = [failed(1, 5), failed(2, None), recovered([1, 2], 5), failed(0, None)]
+    report = build_report(run_json(8), events, metrics, ledger)
+    assert [failure.step for failure in report.failures] == [5, 5, None]
+    assert "None" not in str(report) and "\n  rank 0: rank 0 was killed" in str(report)
+
+
+def test_a_loss_that_is_not_finite_is_noted():
+    run, events, metrics, ledger = undisturbed()
+    for step in (3, 4, 8):
+        metrics[step - 1]["loss"] = None
+    metrics[5] |= {"loss": None, "loss_shares": "0/4"}  # nobody reported it
+    report = build_report(run, events, metrics, ledger)
+    assert report.ok
+    assert report.notes == ["steps 3-4, 8: the loss was not finite (NaN or infinity)"]
+
+
+def test_a_terminal_shows_the_whole_report():
+    report = build_report(*undisturbed())
+    assert pretty(report) == str(report)
 
 
 def test_a_failure_without_recovery_ends_the_run():

@@ -11,7 +11,7 @@ from ftnb.display import live as live_module
 from ftnb.display.events import events_table
 from ftnb.display.live import Live, Output, Terminal
 from ftnb.display.status import cluster_status, run_status, starting_cluster
-from ftnb.display.table import Shown, seconds
+from ftnb.display.table import Shown, seconds, show
 from ftnb.errors import ClusterError
 
 RANKS = [
@@ -43,7 +43,7 @@ def test_run_status_in_text():
     assert lines[2] == (
         "loss 0.25 · epoch 2 · world size 3 of 4 · generation 2 · global batch 32 · 1 rank lost"
     )
-    assert lines[3] == "500 ms · 99.6 steps/s · about 1.5 s left · goodput 97%"
+    assert lines[3] == "500 ms · 99.6 steps/s · about 1.5 s left · goodput 97.0 %"
     assert lines[-1] == "- rank 1 was <killed>"
     assert any("failed" in line and line.startswith("1 ") for line in lines)
 
@@ -69,6 +69,22 @@ def test_what_is_not_known_yet_is_left_out():
     assert run_status(bare).text == "Run run: starting\n[..............................] step 0\n\n"
 
 
+def test_a_loss_that_is_not_finite_is_visible():
+    assert "loss not finite" in run_status(INFO | {"loss": None}).text
+    assert "loss not finite" in run_status(INFO | {"loss": None}).html
+    assert "loss" not in run_status(INFO | {"loss": None, "step": 1, "failures": 0}).text.splitlines()[2]
+
+
+def test_one_rank_is_not_called_ranks():
+    ranks = [{"rank": 0, "state": "idle"}]
+    status = {"supervisor_pid": 9, "state": "idle", "generation": 0, "world_size": 1, "run": None, "ranks": ranks}
+    assert "1 rank · supervisor" in cluster_status(status, "mine").text
+    start = {"ranks": ranks, "num_ranks": 1, "elapsed_s": 3.2}
+    assert starting_cluster(start, "mine").text == "Cluster mine: 1 rank ready, after 3.2 s."
+    start["ranks"] = [{"state": "starting"}]
+    assert starting_cluster(start, "mine").text == "Starting cluster mine: 0 of 1 rank ready (3 s)"
+
+
 def test_cluster_status():
     status = {
         "supervisor_pid": 9,
@@ -88,7 +104,7 @@ def test_starting_cluster_counts_the_ranks_that_answered():
     ranks = [{"state": "idle"}, {"state": "starting"}]
     status = {"ranks": ranks, "num_ranks": 2, "elapsed_s": 3.2}
     assert "1 of 2 ranks ready" in starting_cluster(status, "mine").text
-    assert "2 ranks are ready" in starting_cluster(status | {"ranks": [{"state": "idle"}] * 2}, "mine").text
+    assert "2 ranks ready, after" in starting_cluster(status | {"ranks": [{"state": "idle"}] * 2}, "mine").text
 
 
 @pytest.mark.parametrize(
@@ -170,10 +186,21 @@ def test_a_fault_of_the_display_is_shown_and_logged(monkeypatch, caplog):
     assert "the live status has ended" in caplog.text
 
 
-def test_stopping_a_live_display_ends_its_thread():
-    live = Live(lambda: "on", lambda s: Shown(s, s), lambda s: False, Recorder()).start()
-    live.stop()
+def test_a_live_display_that_is_finished_shows_the_present_state_and_ends_its_thread():
+    states = ["on"]
+    output = Recorder()
+    live = Live(lambda: states[-1], lambda s: Shown(s, s), lambda s: s == "end", output, interval_s=60).start()
+    states.append("end")
+    live.finish()
     assert not live._thread.is_alive()
+    assert output.shown == ["on", "end"]
+    live.finish()  # what has ended already is left as it is
+    assert output.shown == ["on", "end"]
+
+
+def test_what_is_shown_in_the_middle_of_a_cell_is_whole(capsys):
+    show(Shown("a\nb", "<b>"))
+    assert capsys.readouterr().out == "a\nb\n"
 
 
 def test_updates_are_at_most_five_a_second():

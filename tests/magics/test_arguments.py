@@ -53,8 +53,16 @@ def test_mistakes_are_explained(line, message):
         parse(COMMAND, line)
 
 
+def test_a_bare_rank_is_recognised():
+    command = Command("ft_try", "try it", (Option("rank", int, None, "the rank"),), positional="KIND")
+    with pytest.raises(UsageError, match=r"'2' is too much. Did you mean --rank 2\?"):
+        parse(command, "kill 2")
+
+
 def test_help_is_printed_and_nothing_is_checked(capsys):
     assert parse(COMMAND, "--nonsense --help").help
     text = capsys.readouterr().out
     assert "%ft_try KIND [options]" in text
     assert "-n, --num-ranks N" in text
+    assert "lowest (default 0.0)" in text  # a default of zero is one, too
+    assert "block (default" not in text

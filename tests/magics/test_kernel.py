@@ -18,7 +18,13 @@ from client_fakes import FakeConnection, run_info
 from ftnb.client import run as run_module
 from ftnb.client.session import Session
 from ftnb.magics import current
-run_module.build_report = lambda record, *_: record["state"]
+
+class Report(str):
+    def _repr_html_(self):
+        return f"<b>{{self}}</b>"
+
+real_report = run_module.build_report
+run_module.build_report = lambda record, *_: Report(record["state"])
 current.activate_px = lambda session: None
 directory = pathlib.Path(tempfile.mkdtemp())
 (directory / "run.json").write_text(json.dumps({{"state": "finished"}}))
@@ -148,7 +154,46 @@ def test_ctrl_c_ends_the_waiting_only(kernel, waiting):
     assert reply["status"] == "ok", reply
 
 
+def test_the_report_is_shown_in_the_middle_of_a_cell_once(kernel):
+    for code in ("%ft_wait\nx = 1", "%ft_report", "%ft_wait"):
+        messages, reply = kernel.execute(code)
+        assert reply["status"] == "ok", reply
+        shown = [m for m in messages if m["msg_type"] in ("display_data", "execute_result")]
+        assert [m["content"]["data"]["text/html"] for m in shown] == ["<b>finished</b>"]
+        assert "finished" in shown[0]["content"]["data"]["text/plain"]
+
+
 def test_an_error_is_one_line_in_the_notebook(kernel):
     _, reply = kernel.execute("%ft_inject hang")
     assert reply["ename"] == "UsageError"
     assert reply["traceback"] == ["UsageError: The fault 'hang' is not available yet. Available: kill."]
+
+
+def test_the_status_ends_with_the_run_although_the_cluster_is_stopped_at_once(kernel):
+    """Run All: the status would have looked again only when nobody could be asked any more."""
+    kernel.execute("gate.clear(); run_module.build_report = real_report")
+    kernel.execute(STOPPED)
+    _, reply = kernel.execute("%%ft_train --steps 200\nmodel = 1\n")
+    assert reply["status"] == "ok", reply
+    updates, reply = kernel.execute("%ft_cluster stop")
+    assert reply["status"] == "ok", reply
+    updates = [m for m in updates if m["msg_type"] == "update_display_data"] + kernel.late("update_display_data", 1.0)
+    last = updates[-1]["content"]["data"]["text/plain"]
+    assert last.startswith("Run run: stopped") and "gone" not in last, last
+
+
+STOPPED = """
+from ftnb.errors import RunError
+connection.alive = True
+connection.answers["run_info"] = RunError("none yet")
+session = Session(connection)
+current.bind(session)
+
+def end():
+    record = {"name": "run", "state": "stopped", "reason": "The cluster was stopped."}
+    (directory / "run.json").write_text(json.dumps(record))
+    connection.alive = False
+    return {}
+
+connection.answers["stop_cluster"] = end
+"""

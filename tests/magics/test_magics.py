@@ -185,10 +185,57 @@ def test_fault_kinds_are_listed_without_a_cluster(shell, capsys):
     assert "bitflip" in capsys.readouterr().out
 
 
-def test_status_is_of_the_run_or_before_it_of_the_cluster(shell, connection):
-    assert shell.run_cell("%ft_status").result.text.startswith("Cluster default: idle")
+def test_status_is_of_the_run_or_before_it_of_the_cluster(shell, connection, capsys):
+    assert shell.run_cell("%ft_status").result is None
+    assert capsys.readouterr().out.startswith("Cluster default: idle")
     connection.answers["run_info"] = run_info()
-    assert shell.run_cell("%ft_status").result.text.startswith("Run run: running")
+    assert shell.run_cell("%ft_status").result is None
+    assert capsys.readouterr().out.startswith("Run run: running")
+    assert shell.run_cell("%ft_cluster status").success
+    assert capsys.readouterr().out.startswith("Cluster default: idle")
+
+
+@pytest.mark.parametrize("line", ["%ft_wait", "%ft_report", "%ft_status", "%ft_events"])
+def test_results_are_shown_whole_wherever_in_the_cell_they_come(shell, connection, tmp_path, capsys, line):
+    connection.answers |= {"run_info": run_info("finished", directory=str(tmp_path)), "wait": run_info("finished")}
+    (tmp_path / "run.json").write_text('{"name": "run", "state": "finished"}')
+    (tmp_path / "events.jsonl").write_text('{"time": 5.0, "kind": "run_started", "generation": 1}\n')
+    first = {"%ft_status": "Run run: finished\n", "%ft_events": "time "}.get(line, "run: finished, 0 of 0 steps")
+    assert shell.run_cell(f"{line}\nx = 1").success
+    assert capsys.readouterr().out.count(first) == 1
+    assert shell.run_cell(line).result is None
+    assert capsys.readouterr().out.count(first) == 1
+
+
+def test_the_end_of_waiting_is_one_line(shell, connection, capsys):
+    connection.answers |= {"run_info": run_info(), "wait": run_info()}
+    assert isinstance(failing(shell, "%ft_wait --timeout 0"), TimeoutError)
+    shown = capsys.readouterr().out.strip().splitlines()
+    assert len(shown) == 1 and shown[0].startswith("TimeoutError: Run 'run' is still running")
+    assert "%ft_stop" in shown[0]
+
+
+def test_a_second_cluster_is_no_secret_and_can_be_stopped_by_name(shell, monkeypatch, capsys):
+    clusters = {}
+
+    def start(plan, progress):
+        clusters[plan.name] = FakeConnection(plan.name, plan.num_ranks)
+        return clusters[plan.name], None
+
+    monkeypatch.setattr(launch, "running", lambda name: False)
+    monkeypatch.setattr(launch, "start", start)
+    monkeypatch.setattr(launch, "attach", lambda name: clusters[name])
+    for name in ("first", "second", "third"):
+        assert shell.run_cell(f"%ft_cluster start -n 2 --name {name}").success
+    assert "'second' goes on. Back to it: %ft_cluster attach second" in capsys.readouterr().out
+    assert shell.run_cell("%ft_cluster stop first\n%ft_cluster stop --name second").success
+    assert [clusters[name].alive for name in clusters] == [False, False, True]
+    assert current.session().name == "third"
+    assert shell.run_cell("%ft_cluster stop").success
+    assert current.session_or_none() is None and not clusters["third"].alive
+    clusters["fourth"] = FakeConnection("fourth")
+    assert shell.run_cell("%ft_cluster stop fourth").success  # without being attached to any
+    assert not clusters["fourth"].alive
 
 
 def test_events_and_logs_come_from_the_files(shell, connection, tmp_path, capsys):
@@ -196,6 +243,7 @@ def test_events_and_logs_come_from_the_files(shell, connection, tmp_path, capsys
     (tmp_path / "events.jsonl").write_text('{"time": 5.0, "kind": "run_started", "generation": 1}\n')
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs/rank-0.log").write_text("hello\n")
-    assert "run started" in shell.run_cell("%ft_events").result.text
+    assert shell.run_cell("%ft_events").success
+    assert "run started" in capsys.readouterr().out
     assert shell.run_cell("%ft_logs --rank 0 -n 5").success
     assert "hello" in capsys.readouterr().out
