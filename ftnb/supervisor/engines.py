@@ -131,6 +131,21 @@ class Engines:
             return Path(launcher.output_file).read_text(errors="replace")[-chars:]
         return ""
 
+    def orphans(self, mark: str) -> list[proc.ProcessId]:
+        """Adopted processes (children that are neither ranks nor the controller) whose environment holds `mark`.
+
+        Engines' nannies carry it as well; they are left alone, they tell the controller of the engine's death.
+        """
+        found = []
+        own = self._rank_pids | {self.cluster.controller.pid}
+        for pid in _children():
+            with contextlib.suppress(OSError):
+                if pid not in own and mark.encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                    nanny = b"ipyparallel.engine.nanny" in Path(f"/proc/{pid}/cmdline").read_bytes()
+                    if not nanny and (process := proc.identify(pid)) and process.is_alive():
+                        found.append(process)
+        return found
+
     def reap_orphans(self) -> None:
         """Collect adopted processes that have ended (a dead rank's nanny or workers); ranks are left alone."""
         while True:
@@ -162,6 +177,15 @@ class Engines:
         if self._profile_dir is not None:
             shutil.rmtree(self._profile_dir, ignore_errors=True)
         return [p.pid for p in _descendants()]
+
+
+def _children() -> list[int]:
+    """Pids of this process's children, adopted ones included; cheap, since it is asked in every recovery."""
+    pids: list[int] = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):
+            pids += map(int, (task / "children").read_text().split())
+    return pids
 
 
 def _descendants() -> list[proc.ProcessId]:

@@ -303,15 +303,23 @@ class Supervisor:
             asyncio.get_running_loop().call_soon(fenced, rank)
             return
         self.ranks[rank].state = "failed"
-        process.signal(signal.SIGKILL)
-        if proc.kill_session(process.pid) == 0 and not process.is_alive():
-            asyncio.get_running_loop().call_soon(fenced, rank)
-        else:
+        if self._kill_all_of(rank, process):
             self.spawn(self._fence_when_gone(rank, process, fenced))
+        else:
+            asyncio.get_running_loop().call_soon(fenced, rank)
+
+    def _kill_all_of(self, rank: int, process: proc.ProcessId) -> bool:
+        """SIGKILL to the rank and to whatever it had started; False when nothing of it is left."""
+        told = process.is_alive() and process.signal(signal.SIGKILL)
+        told = bool(proc.kill_session(process.pid)) or told
+        # What left the rank's session is found by its environment, once the rank's death made it an orphan.
+        ring = f"FTNB_RING={self.directory / f'rank-{rank}.ring'}"
+        for orphan in self.engines.orphans(ring) if self.engines else []:
+            told = orphan.signal(signal.SIGKILL) or told
+        return told
 
     async def _fence_when_gone(self, rank: int, process: proc.ProcessId, fenced: Callable[[int], None]) -> None:
-        while process.is_alive() or any(m.is_alive() for m in proc.session_members(process.pid)):
-            proc.kill_session(process.pid)
+        while self._kill_all_of(rank, process):
             await asyncio.sleep(0.003)
         fenced(rank)
 

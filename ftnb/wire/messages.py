@@ -31,5 +31,5 @@ def decode(frames: list[bytes]) -> dict[str, Any]:
         return message
     except BadMessage:
         raise
-    except (ValueError, AttributeError, TypeError, IndexError) as error:
+    except (ValueError, AttributeError, TypeError, IndexError, RecursionError) as error:
         raise BadMessage(f"not a message: {error}") from error

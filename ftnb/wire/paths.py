@@ -45,7 +45,9 @@ def connection_file(name: str) -> Path:
 
 def make_private_dir(path: Path) -> Path:
     """Create `path` (and its parents) with mode 0700; an existing last component is tightened to it."""
-    path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    for directory in [*reversed(path.parents), path]:
+        if not directory.exists():
+            directory.mkdir(mode=0o700, exist_ok=True)
     os.chmod(path, 0o700)
     return path
 

@@ -56,11 +56,11 @@ def start_time(pid: int) -> str | None:
 
 
 def session_members(session_id: int) -> list[ProcessId]:
-    """All processes whose session is `session_id` (a rank leads its own session, so: it and what it started)."""
+    """All living processes whose session is `session_id` (a rank leads its own: so it and what it started)."""
     members = []
     for pid in psutil.pids():
         try:
-            if os.getsid(pid) == session_id and (found := identify(pid)):
+            if os.getsid(pid) == session_id and (found := identify(pid)) and found.is_alive():
                 members.append(found)
         except (ProcessLookupError, PermissionError):
             continue

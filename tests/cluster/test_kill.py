@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 
+import psutil
 import pytest
 from cluster_tools import (
     CELL,
@@ -248,3 +249,28 @@ def test_adam_and_a_larger_share_than_before(session: ftnb.Session) -> None:
     check_report(run.wait(timeout_s=60), [0, 1])
     check_books(run, STEPS, global_batch=NUM_SAMPLES)
     assert_same(losses_of(run), Reference(cell, STEPS, global_batch=NUM_SAMPLES).losses, SAME_F64)
+
+
+def test_what_the_rank_had_started_ends_with_it_in_whatever_session(session: ftnb.Session) -> None:
+    """A child in the rank's session, and one in a session of its own (as daemons and launchers make)."""
+    marks = ("97.25", "98.25")
+    cell = CELL + """
+import subprocess
+subprocess.Popen(["sleep", "97.25"])
+subprocess.Popen(["sleep", "98.25"], start_new_session=True)
+"""
+
+    def sleepers() -> list[psutil.Process]:
+        running = [p for p in psutil.process_iter() if p.name() == "sleep" and p.status() != psutil.STATUS_ZOMBIE]
+        return [p for p in running if p.cmdline()[-1] in marks]
+
+    try:
+        run = session.train(cell, steps=MANY_STEPS, global_batch=GLOBAL_BATCH, names={})
+        assert len(sleepers()) == 2 * session.num_ranks
+        run.inject("kill", rank=1, at_step=MANY_STEPS - 10)
+        report = run.wait(timeout_s=60)
+        assert report.ok and len(report.failures) == 1
+        assert len(sleepers()) == 2 * (session.num_ranks - 1)
+    finally:
+        for process in sleepers():
+            process.kill()
