@@ -11,6 +11,7 @@ added: the sum is the gradient of the mean over all G samples, whatever W is.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
@@ -290,8 +291,8 @@ class Training:
                 loss = result.pop("loss")
                 if (own := result.pop("weight", None)) is not None:
                     weight = cell.plain_number(own, "weight") * real / fetched
-                    if not weight >= 0:
-                        raise CheckError(f"`training_step` returned the weight {weight}; it must be 0 or more.")
+                    if not (weight >= 0 and math.isfinite(weight)):
+                        raise CheckError(f"`training_step` returned the weight {weight}; it must be finite, 0 or more.")
                 scalars = {str(k): cell.plain_number(v, str(k)) for k, v in result.items()} or None
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             shape = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__

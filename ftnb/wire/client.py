@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
 import threading
 import time
@@ -149,7 +148,7 @@ def load(name: str) -> sockets.Connection:
         raise NoClusterError(
             f"The connection file {path} belongs to another user; ftnb only talks to your own clusters."
         ) from None
-    except (json.JSONDecodeError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, AttributeError) as error:
         raise NoClusterError(
             f"The connection file {path} is damaged ({error}). Remove it, then type %ft_cluster start."
         ) from None

@@ -37,7 +37,13 @@ class Connection:
 
     @classmethod
     def load(cls, path: Path) -> Connection:
-        return cls(**json.loads(path.read_text()))
+        """Read the file; raises ValueError or TypeError when it is damaged."""
+        connection = cls(**json.loads(path.read_text(encoding="utf-8")))
+        ports_ok = all(isinstance(port, int) for port in (connection.client_port, connection.rank_port))
+        keys = (connection.server_key, connection.peer_public_key, connection.peer_secret_key)
+        if not ports_ok or not all(isinstance(key, str) and len(key) == 40 for key in keys):
+            raise ValueError("a port or a key is not one")
+        return connection
 
     def url(self, port: int) -> str:
         return f"tcp://{self.host}:{port}"

@@ -119,7 +119,16 @@ def test_names_that_cannot_be_directories_are_refused(name):
         paths.check_name(name)
 
 
-@pytest.mark.parametrize("content", ["", "{}", "[1]", '{"name": "x"}'])
+GOOD = {
+    "name": "x", "pid": 1, "pid_started": "1", "host": "127.0.0.1", "client_port": 1, "rank_port": 2, "server_key": "k" * 40,
+    "peer_public_key": "k" * 40, "peer_secret_key": "k" * 40, "version": "0",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "{}", "[1]", "3", '{"name": "x"}', json.dumps({**GOOD, "client_port": "no"}), json.dumps({**GOOD, "server_key": "k"})],
+)
 def test_a_damaged_connection_file_says_what_to_do(tmp_path, monkeypatch, content):
     monkeypatch.setenv("FTNB_RUNTIME_DIR", str(tmp_path))
     path = paths.connection_file("default")
