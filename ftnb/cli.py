@@ -15,12 +15,9 @@ from ftnb.errors import FtnbError
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     given = list(sys.argv[1:] if arguments is None else arguments)
-    # What `ftnb lab` does not know, and all that follows `--`, is JupyterLab's.
-    cut = given.index("--") if "--" in given else len(given)
-    parsed, unknown = parser.parse_known_args(given[:cut])
-    parsed.others = unknown + given[cut + 1 :]
-    if parsed.others and parsed.run is not _lab:
-        parser.error(f"unrecognized arguments: {' '.join(parsed.others)}")
+    others = _lab_options(given)
+    parsed = parser.parse_args(given[: len(given) - len(others)])
+    parsed.others = [word for word in others if word != "--"]
     # Asked to end from outside: leave through the same `finally` blocks as Ctrl-C does.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _end)
@@ -32,6 +29,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
         return 130
+
+
+def _lab_options(given: list[str]) -> list[str]:
+    """What JupyterLab gets of `ftnb lab [DIR] …`: everything from the first option, or from `--`, on."""
+    if given[:1] != ["lab"] or {"-h", "--help"} & set(given[1:3]):
+        return []
+    first = 1 if len(given) > 1 and given[1].startswith("-") else 2
+    return given[first:]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -46,9 +51,12 @@ def _parser() -> argparse.ArgumentParser:
     demo.set_defaults(run=_demo)
     lab = commands.add_parser(
         "lab", help="copy the tutorials and open them in JupyterLab",
-        epilog="Other options go to JupyterLab, such as --no-browser, --port 8890 or --allow-root.",
+        usage="ftnb lab [-h] [DIRECTORY] [options of JupyterLab]",
+        epilog="Options go to JupyterLab, such as --no-browser, --port 8890 or --allow-root (to run it as root).",
     )
-    lab.add_argument("directory", nargs="?", default="ftnb-tutorials", help="default: ./ftnb-tutorials")
+    lab.add_argument(
+        "directory", nargs="?", default="ftnb-tutorials", metavar="DIRECTORY", help="default: ./ftnb-tutorials"
+    )
     lab.set_defaults(run=_lab)
     return parser
 

@@ -19,7 +19,8 @@ from ftnb.display.live import MIN_INTERVAL_S, Terminal
 from ftnb.display.status import run_text, starting_cluster
 from ftnb.errors import FtnbError, UsageError
 
-MIN_STEPS = 20  # fewer, and the run may be over before the fault is due
+MIN_STEPS = 20
+AT_LEAST_S = 3.0  # the steps of a short run are slowed down, so that the fault is planned before its step is due
 VICTIM = 1
 
 
@@ -52,7 +53,8 @@ def demo(num_ranks: int | None = None, steps: int = 400) -> int:
     if problem:
         terminal.say(f"\nThe demo has failed: {problem}.")
         return 1
-    terminal.say("\nThe same in a notebook: ftnb lab")
+    terminal.say("\nGoodput is the time spent in steps that count, as a share of the whole time of the run.")
+    terminal.say("The same in a notebook: ftnb lab")
     return 0
 
 
@@ -62,11 +64,44 @@ def _train(session: Session, steps: int, terminal: Terminal) -> Report:
         f"killed (SIGKILL) in step {steps // 2}."
     )
     run = session.train(
-        SOURCE, steps=steps, evaluate_every=max(1, steps // 8), name="demo", show=terminal.say
+        cell(steps), steps=steps, evaluate_every=max(1, steps // 8), name="demo", show=terminal.say
     )
-    run.inject("kill", rank=VICTIM, at_step=steps // 2)
+    _plan_kill(run, steps, terminal)
     _watch(run, terminal)
     return run.wait()
+
+
+def cell(steps: int) -> str:
+    """The demo's cell. A step of it takes a few milliseconds: with few of them, each gets a pause."""
+    pause_s = AT_LEAST_S / steps
+    if pause_s < 0.01:
+        return SOURCE
+    return f"""{SOURCE}
+
+import time
+
+quick_loss_fn = loss_fn
+
+
+def loss_fn(output, target):
+    time.sleep({pause_s:.3f})  # a short run, slowed down to be seen
+    return quick_loss_fn(output, target)
+"""
+
+
+def _plan_kill(run: Run, steps: int, terminal: Terminal) -> None:
+    """In the middle of the run, or, where the machine was too busy to say so in time, a little later."""
+    at_step = steps // 2
+    while True:
+        try:
+            run.inject("kill", rank=VICTIM, at_step=at_step)
+            break
+        except UsageError:  # that step is past already
+            at_step = max(at_step + 1, (run.step + steps) // 2)
+            if at_step > steps:
+                raise
+    if at_step != steps // 2:
+        terminal.say(f"Step {steps // 2} has passed already; it will be killed in step {at_step}.")
 
 
 def _watch(run: Run, terminal: Terminal) -> None:

@@ -23,6 +23,7 @@ def lab(directory: str | Path, lab_options: Sequence[str] = ()) -> int:
     target = Path(directory)
     for line in copy_tutorials(tutorials(), target):
         print(line)
+    print(f"Opening {target / FIRST} in JupyterLab. Ctrl-C ends it.")
     sys.stdout.flush()
     os.chdir(target)
     # JupyterLab takes this process's place, so that Ctrl-C and the exit code are its own.

@@ -108,7 +108,9 @@ def wait_until_gone(
             return False
         time.sleep(0.02)
     if process is not None:
-        process.poll()
+        # Its main thread has gone; the exit code comes when the last of its threads has.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(1.0, deadline - time.monotonic()))
     return True
 
 

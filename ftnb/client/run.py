@@ -218,8 +218,8 @@ class Run:
                 raise
             raise RunError(
                 f"Run {self.name!r} is over ({last['state']} after {last['step']} steps in "
-                f"{last['elapsed_s']:.1f} s), so nothing can happen to it any more. Train longer (more "
-                "--steps; in Python: steps=…), and inject while it trains."
+                f"{last['elapsed_s']:.1f} s), so nothing can happen to it any more. Start one that "
+                "lasts longer (%%ft_train --steps N; in Python: steps=N), and inject while it trains."
             ) from error
 
     # What it has written

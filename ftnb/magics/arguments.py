@@ -98,7 +98,10 @@ def _check_words(command: Command, words: list[str]) -> None:
     if len(words) > len(wanted):
         extra = words[len(wanted)]
         usage = f"{full} {command.positional}".strip()
-        raise UsageError(f"{full}: {extra!r} is too much. Usage: {usage} [options]. Help: {full} --help")
+        hint = ""
+        if extra.isdigit() and any(option.keyword == "rank" for option in command.options):
+            hint = f" Did you mean --rank {extra}?"
+        raise UsageError(f"{full}: {extra!r} is too much.{hint} Usage: {usage} [options]. Help: {full} --help")
 
 
 def _is_number(token: str) -> bool:
@@ -116,7 +119,7 @@ def help_text(command: Command) -> str:
     for option in command.options:
         names = ", ".join(name for name in (option.short, option.long) if name)
         value = "" if option.kind is bool else " " + _metavar(option)
-        default = "" if option.default in (None, False) else f" (default {option.default})"
+        default = "" if option.default is None or option.default is False else f" (default {option.default})"
         rows.append((names + value, option.help + default))
     width = max((len(left) for left, _ in rows), default=0)
     lines += [f"  {left.ljust(width)}  {right}" for left, right in rows]

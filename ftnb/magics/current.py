@@ -20,7 +20,7 @@ def session() -> Session:
     if _session is None:
         raise NoClusterError(
             "This notebook has no cluster yet. Type %ft_cluster start, or %ft_cluster attach for one that "
-            "runs already."
+            "runs already (one from before a restart of the kernel, say)."
         )
     return _session
 
@@ -66,6 +66,12 @@ def finish_live() -> None:
     if _live is not None:
         _live.finish()
         _live = None
+
+
+def settle_live() -> None:
+    """The run has ended: let its live status show so before the cell goes on, with the ranks' last states."""
+    if _live is not None:
+        _live.join(1)
 
 
 def activate_px(session: Session) -> None:

@@ -8,7 +8,7 @@ from ftnb.client.options import Option, did_you_mean
 from ftnb.client.session import START_OPTIONS, Session
 from ftnb.display.live import Output, has_front_end
 from ftnb.display.status import cluster_status, starting_cluster
-from ftnb.display.table import Shown
+from ftnb.display.table import show
 from ftnb.errors import UsageError
 from ftnb.magics import current
 from ftnb.magics.arguments import Command, parse
@@ -17,13 +17,16 @@ _LATER = (
     Option("num_spares", int, 0, "spare ranks (not available yet)", flag="--spares", minimum=0),
     Option("engines", str, "local", "where ranks run: local (ssh and slurm are not available yet)"),
 )
-COMMAND = Command("ft_cluster", "start | stop | status | attach [NAME]: the cluster of this notebook",
+_NAME = next(option for option in START_OPTIONS if option.keyword == "name")
+COMMAND = Command("ft_cluster", "start | stop [NAME] | status | attach [NAME]: the cluster of this notebook",
                   (*START_OPTIONS, *_LATER), positional="ACTION [NAME]")  # fmt: skip
 _PLAIN = {
-    "stop": Command("ft_cluster stop", "end the training, the ranks and the supervisor"),
+    "stop": Command("ft_cluster stop", "end the training, the ranks and the supervisor: of this notebook's "
+                    "cluster, or of the one with that name", (_NAME,), positional="[NAME]"),
     "status": Command("ft_cluster status", "the cluster and its ranks"),
-    "attach": Command("ft_cluster attach", "connect to a cluster that runs already", positional="[NAME]"),
-}
+    "attach": Command("ft_cluster attach", "connect to a cluster that runs already (default: 'default')",
+                      (_NAME,), positional="[NAME]"),
+}  # fmt: skip
 _ACTIONS = ("start", *_PLAIN)
 
 
@@ -41,7 +44,8 @@ def run(line: str) -> Any:
     parsed = parse(_PLAIN[action], rest)
     if parsed.help:
         return None
-    return {"stop": _stop, "status": _status, "attach": _attach}[action](parsed.words)
+    name = parsed.words[0] if parsed.words else parsed.get("name")
+    return {"stop": _stop, "status": _status, "attach": _attach}[action](name)
 
 
 def _start(rest: str) -> Session | None:
@@ -60,8 +64,8 @@ def _start(rest: str) -> Session | None:
     return _take(session)
 
 
-def _attach(words: list[str]) -> Session:
-    session = _take(Session.attach(*words))
+def _attach(name: str | None) -> Session:
+    session = _take(Session.attach(name or "default"))
     last = session.run
     if last is not None:
         current.put_in_notebook("run", last)
@@ -70,18 +74,26 @@ def _attach(words: list[str]) -> Session:
 
 
 def _take(session: Session) -> Session:
+    before = current.session_or_none()
+    if before is not None and before is not session and before.alive:
+        print(
+            f"The magics work on cluster {session.name!r} now; {before.name!r} goes on. Back to it: %ft_cluster "
+            f"attach {before.name}. End it: %ft_cluster stop {before.name}."
+        )
     current.bind(session)
     current.activate_px(session)
     return session
 
 
-def _stop(_: list[str]) -> None:
-    session = current.session()
+def _stop(name: str | None) -> None:
+    session = current.session() if name is None else current.session_or_none()
+    if session is None or name not in (None, session.name):
+        session = Session.attach(name)
     session.stop()
     current.forget(session)
     print(f"The cluster {session.name!r} has been stopped.")
 
 
-def _status(_: list[str]) -> Shown:
+def _status(_: str | None) -> None:
     session = current.session()
-    return cluster_status(session.status(), session.name)
+    show(cluster_status(session.status(), session.name))

@@ -19,6 +19,7 @@ def run(line: str) -> None:
         return
     training = current.run()
     training.stop(save=not parsed.get("no_save"))
+    current.settle_live()
     print(
         f"Run {training.name!r} has been stopped. Nothing was saved: checkpoints do not exist yet. The ranks "
         "keep the weights: run.state_dict()."

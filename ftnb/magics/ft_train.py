@@ -11,7 +11,8 @@ from ftnb.magics.arguments import Command, parse
 
 COMMAND = Command(
     "ft_train",
-    "train the model that the cell defines (model, optimizer, dataset, loss_fn or training_step)",
+    "train the model that the cell defines (model, optimizer, dataset, loss_fn or training_step); %ft_train, as "
+    "a line, trains the last cell once more, with the options of the line",
     TRAIN_OPTIONS,
     later_flags=later_flags(LATER_TRAIN_KEYWORDS),
     prefix="%%",
@@ -38,11 +39,11 @@ def run(line: str, cell: str | None = None) -> None:
     wait = parsed.values.pop("wait", False)
     training = session.train(source, **parsed.values)
     current.put_in_notebook("run", training)
-    live = current.follow(training)
+    current.follow(training)
     if not has_front_end():
         print(f"Run {training.name!r} trains in the background: %ft_status, %ft_wait, %ft_stop.")
     if wait:
         report = training.wait()
-        live.join(2)
+        current.settle_live()
         if report.state == "failed":
             raise failure(training.info())

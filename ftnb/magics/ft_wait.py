@@ -17,4 +17,6 @@ COMMAND = Command(
 def run(line: str) -> None:
     parsed = parse(COMMAND, line)
     if not parsed.help:
-        show(current.run().wait(parsed.get("timeout_s")))
+        report = current.run().wait(parsed.get("timeout_s"))
+        current.settle_live()
+        show(report)

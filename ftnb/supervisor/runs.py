@@ -302,8 +302,8 @@ class ActiveRun:
     def _write(self, lines: list[Line]) -> None:
         for line in lines:
             self._recorder.step(line.metrics, line.ledger)
-            if line.metrics.get("loss") is not None:
-                self.loss = line.metrics["loss"]
+            if not line.metrics["loss_shares"].startswith("0/"):  # else nobody lived to report it
+                self.loss = line.metrics["loss"]  # None when it is not finite
             self._useful_s += useful_seconds([line.metrics], before=self._last_commit)
             self._last_commit = line.metrics.get("time") or self._last_commit
             self.step = max(self.step, line.metrics["step"])
