@@ -129,8 +129,7 @@ def _spawn(plan: Plan, log: Path) -> subprocess.Popen:
         # A checkout that is not installed: only this process knows where it lies.
         known = environment.get("PYTHONPATH")
         environment["PYTHONPATH"] = str(home) + (os.pathsep + known if known else "")
-    with open(log, "ab") as stream:
-        stream.truncate(0)
+    with open(log, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as stream:
         return subprocess.Popen(
             plan.command(), stdin=subprocess.DEVNULL, stdout=stream, stderr=stream,
             start_new_session=True, env=environment,
@@ -147,6 +146,11 @@ def _wait_for_connection(
             found = None
         if found is not None and found.pid == process.pid:
             return ClientConnection(found)
+        if process.poll() == paths.EXIT_NAME_TAKEN:
+            raise ClusterError(
+                f"A cluster named {plan.name!r} is being started elsewhere at this moment. Use it with %ft_cluster "
+                f"attach {plan.name} (in Python: ftnb.Session.attach({plan.name!r})), or start another one with --name NAME."
+            )
         if process.poll() is not None:
             raise _failed(plan, f"its supervisor ended with exit code {process.returncode}", log)
         _check_time(plan, began, log)

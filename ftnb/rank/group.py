@@ -114,7 +114,8 @@ class Group:
         dist.distributed_c10d._world.group_count = 0
         dist.init_process_group(
             self._backend, store=store, rank=self.torch_rank, world_size=self.world_size,
-            timeout=timedelta(seconds=timeout_s),
+            # Gloo waits five times as long as it is told for a connection (Pair::waitUntilConnected).
+            timeout=timedelta(seconds=timeout_s / 5),
             device_id=self._device if self._backend == "nccl" else None,
         )
         dist.distributed_c10d._set_pg_timeout(COLLECTIVE_TIMEOUT)

@@ -63,7 +63,9 @@ class Training:
         self._has_buffers = next(job.model.buffers(), None) is not None
         self._snapshot = state.StepSnapshot(job.model if self._has_buffers else None)
         self._steps_per_epoch = sampler.steps_per_epoch(job.dataset_len, options["global_batch"])
-        self._weight = torch.nn.Parameter(torch.zeros((), device=job.device)) if job.training_step else None
+        self._weight: torch.nn.Parameter | None = None
+        if job.training_step:
+            self._weight = torch.nn.Parameter(torch.zeros((), dtype=torch.float32, device=job.device))
         self.source = BatchSource(
             job.dataset, job.collate_fn, global_batch=options["global_batch"], total_steps=self.total_steps,
             seed=options["seed"], workers=options["workers"], device=job.device,
@@ -122,8 +124,8 @@ class Training:
         try:
             group.form(self._link, self._form_timeout_s)
         except RuntimeError:
-            self._form_timeout_s = min(2 * self._form_timeout_s, MAX_FORM_TIMEOUT_S)
             self._orders.check(group.generation)  # most likely a peer has died and a newer generation is wanted
+            self._form_timeout_s = min(2 * self._form_timeout_s, MAX_FORM_TIMEOUT_S)
             raise
         self._form_timeout_s = FORM_TIMEOUT_S
         formed_at = time.time()
@@ -152,7 +154,7 @@ class Training:
         All members hold equal weights already (checked, or copied just now), so nothing is synchronised.
         """
         model = self.job.model
-        self.job.optimizer.zero_grad(set_to_none=True)
+        self._forget_gradients()
         if self._weight is not None:
             # The weight of this rank's loss rides along as the gradient of one more parameter: the sum of all
             # weights then needs no collective of its own. It is hidden from the model again at once.
@@ -238,7 +240,7 @@ class Training:
             self._snapshot.restore()  # statistics of borrowed samples do not count
         norm = self._average_and_clip(group, share.global_samples)
         job.optimizer.step()
-        job.optimizer.zero_grad(set_to_none=True)
+        self._forget_gradients()
         epoch_ends = step % self._steps_per_epoch == 0
         lr = job.optimizer.param_groups[0]["lr"]
         if job.scheduler is not None and (epoch_ends or options["scheduler_interval"] == "step"):
@@ -303,6 +305,11 @@ class Training:
         if fault is not None:
             self._suffer(fault, step)
         return loss.reshape(()), weight, scalars
+
+    def _forget_gradients(self) -> None:
+        """Of all that DDP averages, also of parameters that the optimizer does not hold."""
+        for parameter in self._trainable:
+            parameter.grad = None
 
     def _check_gradients(self) -> None:
         if any(p.grad is None for p in self._trainable):

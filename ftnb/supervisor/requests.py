@@ -68,7 +68,8 @@ async def unpause(supervisor: Supervisor, run: str | None = None, **_: Any) -> d
 
 
 async def stop_run(supervisor: Supervisor, run: str | None = None, save: bool = True, **_: Any) -> dict[str, Any]:
-    if supervisor.loads:
+    if supervisor.training_task_active and (supervisor.loads or supervisor.run is None or supervisor.run.is_over):
+        supervisor.called_off = True
         call_load_off(supervisor)
         return {"state": "stopped"}
     active = going_run(supervisor, run)

@@ -237,6 +237,7 @@ class ActiveRun:
         elif isinstance(action, protocol.OpenGeneration):
             self._assembler.open_generation(action.generation, action.members, action.first_step)
             self._open_generation = action.generation
+            self._digests.clear()  # those of ranks that had finished, should one die at the very end
         elif isinstance(action, protocol.CloseGeneration):
             self._write(self._assembler.close_generation(action.last_committed))
             self.step = action.last_committed

@@ -51,6 +51,7 @@ class Supervisor:
         self.ranks: dict[int, Slot] = {}
         self.run: ActiveRun | None = None
         self.training_task_active = False
+        self.called_off = False  # the start of a run was interrupted
         self.state, self.error = "starting", None
         self.store = StoreServer()
         self.loads: dict[int, asyncio.Future[dict[str, Any]]] = {}

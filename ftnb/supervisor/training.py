@@ -36,7 +36,7 @@ async def start(supervisor: Supervisor, request: dict[str, Any]) -> dict[str, An
             which = "A run is just being started"
         raise RunError(f"{which}; one at a time. Wait for it with %ft_wait, or end it with %ft_stop.")
     paths.check_name(request["options"]["name"], "run")
-    supervisor.training_task_active = True
+    supervisor.training_task_active, supervisor.called_off = True, False
     try:
         return await _start(supervisor, request)
     finally:
@@ -46,6 +46,7 @@ async def start(supervisor: Supervisor, request: dict[str, Any]) -> dict[str, An
 async def _start(supervisor: Supervisor, request: dict[str, Any]) -> dict[str, Any]:
     options, notes = request["options"], []
     busy = await _end_busy(supervisor)
+    _check_called_off(supervisor)
     if busy:
         notes.append(f"{_named(busy)} did not come out of the last run's step: ended, and started again.")
     lost: set[int] = set()
@@ -54,6 +55,7 @@ async def _start(supervisor: Supervisor, request: dict[str, Any]) -> dict[str, A
         if lost.intersection(missing):
             raise ClusterError(f"{_named(missing)} was started again and is lost again; see %ft_cluster status.")
         await supervisor.start_ranks(missing)
+        _check_called_off(supervisor)
         lost.update(missing)
     if named := sorted(lost.difference(busy)):
         notes.append(f"{_named(named)} had been lost and {'were' if len(named) > 1 else 'was'} started again.")
@@ -90,6 +92,11 @@ async def _start(supervisor: Supervisor, request: dict[str, Any]) -> dict[str, A
         "run": run.name, "directory": str(run.directory), "total_steps": run.total_steps,
         "dataset_len": run.dataset_len, "notes": notes, "output": _grouped(output),
     }
+
+
+def _check_called_off(supervisor: Supervisor) -> None:
+    if supervisor.called_off:
+        raise RunError("The training was called off before the ranks had run the cell.")
 
 
 async def _end_busy(supervisor: Supervisor) -> list[int]:

@@ -138,7 +138,7 @@ def load(name: str) -> sockets.Connection:
     path = paths.connection_file(name)
     try:
         connection = sockets.Connection.load(path)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise NoClusterError(
             f"No cluster named {name!r} is running. Start one with %ft_cluster start"
             + ("" if name == "default" else f" --name {name}")

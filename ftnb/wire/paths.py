@@ -6,7 +6,10 @@ import os
 import re
 from pathlib import Path
 
-from ftnb.errors import UsageError
+from ftnb.errors import ClusterError, UsageError
+
+# Exit code of a supervisor that found another one of its name.
+EXIT_NAME_TAKEN = 75
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -45,10 +48,16 @@ def connection_file(name: str) -> Path:
 
 def make_private_dir(path: Path) -> Path:
     """Create `path` (and its parents) with mode 0700; an existing last component is tightened to it."""
-    for directory in [*reversed(path.parents), path]:
-        if not directory.exists():
-            directory.mkdir(mode=0o700, exist_ok=True)
-    os.chmod(path, 0o700)
+    try:
+        for directory in [*reversed(path.parents), path]:
+            if not directory.exists():
+                directory.mkdir(mode=0o700, exist_ok=True)
+        os.chmod(path, 0o700)
+    except OSError as error:
+        raise ClusterError(
+            f"The directory for ftnb's own files, {path}, cannot be made ({error.strerror}). Set FTNB_RUNTIME_DIR to "
+            "one that can."
+        ) from None
     return path
 
 

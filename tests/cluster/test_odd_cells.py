@@ -161,3 +161,12 @@ def test_a_run_directory_that_cannot_be_made(session: ftnb.Session, tmp_path: Pa
         session.train(CELL, steps=10, global_batch=16, names={})
     (tmp_path / "ftnb_runs").unlink()
     trains(session, DATA + MODEL + "loss_fn = torch.nn.functional.mse_loss\n")
+
+
+def test_parameters_outside_the_optimizer_do_not_gather_gradients(session: ftnb.Session) -> None:
+    """Only the head is trained; the norm that is clipped is that of one step's gradients, whatever came before."""
+    cell = DATA + MODEL + "optimizer = torch.optim.SGD(model[2].parameters(), lr=0.0)\nloss_fn = torch.nn.functional.mse_loss\n"
+    norms = {m["step"]: m["grad_norm"] for m in trains(session, cell, steps=8, clip_norm=1.0).metrics()}
+    whole = CELL.replace("lr=0.05", "lr=0.0")
+    reference = {m["step"]: m["grad_norm"] for m in trains(session, whole, steps=8, clip_norm=1.0).metrics()}
+    assert norms == pytest.approx(reference, rel=1e-9)
