@@ -70,6 +70,7 @@ class Incident:
     """A failure from its first cause to the first step committed after it, with the time of each phase."""
 
     ranks: tuple[int, ...]
+    broke: int  # the generation that it broke; commits of that one may still come in, and are no recovery
     fault_time: float
     detected: float
     fenced: float | None = None
@@ -449,7 +450,7 @@ def _step_committed(now: float, state: State, event: StepCommitted) -> tuple[Sta
         state = replace(state, left_out=frozenset())
     if state.failed_step and event.step >= state.failed_step[0]:
         state = replace(state, failed_step=None)
-    if state.incident:
+    if state.incident and event.generation > state.incident.broke:
         actions.append(_recovered(state, state.incident, event))
         state = replace(state, incident=None)
     return state, actions
@@ -599,13 +600,13 @@ def _open_incident(now: float, state: State, ranks: tuple[int, ...], fault_time:
     """Begin an incident, or add to the one that is open (a second loss during the recovery of the first)."""
     fault_time = min(fault_time, now)
     if state.incident is None:
-        return replace(state, incident=Incident(ranks, fault_time, now))
+        return replace(state, incident=Incident(ranks, state.trained, fault_time, now))
     incident = state.incident
     return replace(
         state,
         incident=replace(
             incident,
-            ranks=tuple(sorted({*incident.ranks, *ranks})),
+            ranks=tuple(sorted({*incident.ranks, *ranks})), broke=state.trained,
             fault_time=min(incident.fault_time, fault_time),
             fenced=None,
             formed=None,

@@ -235,6 +235,7 @@ class Training:
         if self._weight is not None:
             scaled = scaled + self._weight * weight
         scaled.backward()
+        group.collectives.wait_for_gradients()
         self._check_gradients()
         if share.real == 0:
             self._snapshot.restore()  # statistics of borrowed samples do not count

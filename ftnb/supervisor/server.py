@@ -33,7 +33,7 @@ from ftnb.wire.ring import RingReader
 log = logging.getLogger("ftnb.supervisor")
 
 START_TIMEOUT_S = 120.0
-DRAIN_S = 0.02  # reports of steps are read this often; what is urgent comes over the socket
+DRAIN_S = 0.05  # reports of steps are read this often; what is urgent comes over the socket
 TICK_S = 0.1
 
 
