@@ -149,7 +149,7 @@ def _wait_for_connection(
         if process.poll() == paths.EXIT_NAME_TAKEN:
             raise ClusterError(
                 f"A cluster named {plan.name!r} is being started elsewhere at this moment. Use it with %ft_cluster "
-                f"attach {plan.name} (in Python: ftnb.Session.attach({plan.name!r})), or start another with --name NAME."
+                f"attach {plan.name} (in Python: ftnb.Session.attach({plan.name!r})), or start one with --name NAME."
             )
         if process.poll() is not None:
             raise _failed(plan, f"its supervisor ended with exit code {process.returncode}", log)

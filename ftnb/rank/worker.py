@@ -6,6 +6,8 @@ number of threads) must hold for cell and training alike. The engine's main thre
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 import time
 from typing import TYPE_CHECKING, Any
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 
 def work(agent: Agent) -> None:
     link = agent.new_link()
+    _do_not_preempt()
     try:
         started = time.time()
         import torch
@@ -46,6 +49,16 @@ def work(agent: Agent) -> None:
             link.tell("broken", reason=f"internal error: {cell.describe_error(error)['traceback']}")
         finally:
             agent.phase = "idle"
+
+
+def _do_not_preempt() -> None:
+    """Schedule this thread, and those it starts (Gloo's, OpenMP's), as batch work (SCHED_BATCH, Linux).
+
+    Gloo's threads wake each other all the time. With more ranks than cores each wake-up preempts a rank that
+    computes: without that, 4 ranks on 2 cores trained twice as fast. Heartbeats come from a thread that stays normal.
+    """
+    with contextlib.suppress(AttributeError, OSError):  # another system, or a container that forbids it
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _run(agent: Agent, link: Any, message: dict[str, Any]) -> None:
