@@ -20,7 +20,7 @@ from cluster_tools import (
     pids_of,
     says,
 )
-from conftest import SharedCluster
+from shared_cluster import SharedCluster
 
 import ftnb
 from ftnb.errors import CellError, CheckError, NoClusterError, RunError, UsageError

@@ -183,7 +183,7 @@ def test_same_step_fails_twice(session: ftnb.Session, reference: Reference) -> N
         ValueError(report.reason),
         "failed twice",
         "poisoned sample",
-        "tried again without",
+        "when it was tried again",
         "data or the code",
     )
     events = run.events()

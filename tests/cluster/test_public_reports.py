@@ -30,7 +30,7 @@ from cluster_tools import (
     pids_of,
     wait_until,
 )
-from conftest import SharedCluster
+from shared_cluster import SharedCluster
 
 import ftnb
 

@@ -21,7 +21,7 @@ from cluster_tools import (
     processes_of,
     wait_until,
 )
-from conftest import SharedCluster
+from shared_cluster import SharedCluster
 
 import ftnb
 from ftnb.wire import paths
