@@ -15,6 +15,9 @@ from typing import Any
 from ftnb.errors import UsageError
 from ftnb.wire import paths
 
+# Each is a process; a typo must not start a thousand of them on every rank.
+MAX_WORKERS = 64
+
 
 @dataclass(frozen=True)
 class Option:
@@ -94,6 +97,11 @@ def check_seed(label: str, value: int) -> None:
         raise UsageError(f"{label} must be below 2**32 (NumPy's limit), not {value}.")
 
 
+def check_workers(label: str, value: int) -> None:
+    if value > MAX_WORKERS:
+        raise UsageError(f"{label} takes at most {MAX_WORKERS} processes per rank, not {value}.")
+
+
 def check_mode(label: str, value: str) -> None:
     if value in LATER_MODES:
         raise UsageError(f"{label} {value}: this mode is not available yet. Use ddp.")
@@ -125,7 +133,7 @@ TRAIN_OPTIONS = (
     Option("mode", str, "ddp", "how ranks share the work: ddp", check=check_mode),
     Option("clip_norm", float, None, "clip the averaged gradient to this norm", above=0),
     Option("recovery", str, "shrink", "after a failure: shrink (go on without it)", check=check_recovery),
-    Option("workers", int, 0, "DataLoader worker processes per rank", minimum=0),
+    Option("workers", int, 0, "DataLoader worker processes per rank", minimum=0, check=check_workers),
     Option("evaluate_every", int, None, "call evaluate(model) on rank 0 every K steps", minimum=1),
     Option("scheduler_interval", str, "epoch", "step the scheduler once per this", choices=("epoch", "step")),
     Option("name", str, "run", "name of the run and of its folder in ftnb_runs", check=check_run_name),

@@ -31,7 +31,7 @@ def test_epochs_replace_steps():
     [
         {"steps": 0}, {"steps": 2.5}, {"steps": True}, {"steps": "3"}, {"global_batch": -1},
         {"global_batch": None},
-        {"seed": -1}, {"seed": 2**32}, {"clip_norm": 0}, {"clip_norm": float("nan")}, {"workers": -1},
+        {"seed": -1}, {"seed": 2**32}, {"clip_norm": 0}, {"clip_norm": float("nan")}, {"workers": -1}, {"workers": 1000},
         {"scheduler_interval": "steps"}, {"wait": 1}, {"name": "a/b"}, {"name": ".."}, {"name": 3},
         {"mode": "dp"}, {"recovery": "shrnk"},
     ],
