@@ -288,7 +288,7 @@ def test_ctrl_c_leaves_no_process_behind(cluster: SharedCluster, whom: str) -> N
             process.wait()
     told = [line for line in lines if line.split(" ")[0].isupper()]
     assert [line.split(" ")[0] for line in told] == ["TRAINS", "INTERRUPTED", "GOES", "STOPPED"], lines
-    assert "the training goes on" in told[1] and told[2] == "GOES ON running"
+    assert told[2] == "GOES ON running"  # the interrupt may come just before the waiting begins, or in it
     assert cluster.census.take() <= before, cluster.census.left()
 
 
