@@ -168,7 +168,7 @@ class Engines:
         while time.monotonic() - began < limit_s:
             self.reap_orphans()
             left = _descendants()
-            if not left:
+            if not left and not self._rank_pids:  # all have ended, and their exit statuses are collected
                 break
             if time.monotonic() - began >= polite_s or not any(p.pid in self._rank_pids for p in left):
                 for process in left:
