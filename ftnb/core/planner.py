@@ -216,6 +216,7 @@ def _rank_died(now: float, state: State, event: RankDied) -> tuple[State, list[A
     if rank not in state.has_run:
         return state, []
     was_left_out, had_not_entered = rank in state.left_out, rank in state.joiners
+    had_no_state = rank in state.newcomers
     state = replace(
         state, alive=state.alive - {rank}, left_out=state.left_out - {rank}, joiners=state.joiners - {rank},
         leaving=state.leaving - {rank}, newcomers=state.newcomers - {rank},
@@ -249,7 +250,7 @@ def _rank_died(now: float, state: State, event: RankDied) -> tuple[State, list[A
                 f"{f' in step {state.failed_step[0]}' if state.failed_step else ''}."
             )
         return _end(state, actions, "failed", reason)
-    if event.failure == "crash":
+    if event.failure == "crash" and not had_no_state:
         # Native code that crashes on the same data takes one rank after the other: stop before all are gone.
         state, ended = _same_step_again(state, actions, state.committed + 1, (rank,), event.reason, None)
         if ended:
@@ -292,8 +293,8 @@ def _step_failed(now: float, state: State, event: StepFailed) -> tuple[State, li
     state = replace(state, left=state.left | {event.rank})
     if event.failure.cause == "user" and state.raised_since is None:
         state = replace(_open_incident(now, state, (), event.failure.time), raised_since=now)
-        words = f"Rank {event.rank} raised {_short(event.failure.error)} in step {event.failure.step}."
-        actions.append(Emit("rank_suspected", words, event.rank, event.failure.step))
+        words = f"Rank {event.rank} raised {_short(event.failure.error)} {_when(event.failure)}."
+        actions.append(Emit("rank_suspected", words, event.rank, _step_of(event.failure)))
     elif state.unexplained_since is None:
         state = replace(state, unexplained_since=now)
     if state.raised_since is not None and state.left >= state.alive & set(state.members):
@@ -351,16 +352,19 @@ def _maybe_go(now: float, state: State) -> tuple[State, list[Action]]:
         if rank in state.alive and failure.cause == "user"
     }
     if raised:
+        # Those that have just come hold no state yet, and have not tried the step: one of them proves nothing.
+        have = {rank for rank in state.alive if state.ready[rank].committed >= 0}
+        tried = have.intersection(raised) or raised
         # Should the run end here: what the survivors have. A rank that died may have been a step ahead.
-        state = replace(state, committed=max(0, *(state.ready[rank].committed for rank in state.alive)))
-        first = min(raised, key=lambda rank: raised[rank].time)
+        state = replace(state, committed=max([0, *(state.ready[rank].committed for rank in have)]))
+        first = min(tried, key=lambda rank: raised[rank].time)
         failure = raised[first]
         all_raised = set(raised) | state.left_out
         error = {**failure.error, "rank": first, "step": failure.step, "ranks": sorted(all_raised)}
-        if failure.error.get("check"):  # a mistake that ftnb knows: another rank would make it as well
+        # A mistake that ftnb knows: another rank would make it as well.
+        if failure.error.get("check") and first in have:
             return _end(state, actions, "failed", f"In {_place(failure)}: {failure.error.get('evalue')}", error)
-        # Those that have just come hold no state yet, and have not tried the step.
-        if set(raised) >= {rank for rank in state.alive if state.ready[rank].committed >= 0}:
+        if have and have <= raised.keys():
             everyone = "Every rank" if len(all_raised) > 1 else f"Rank {first}, the only one left,"
             return _end(
                 state,
@@ -370,18 +374,19 @@ def _maybe_go(now: float, state: State) -> tuple[State, list[Action]]:
                 "code. Nothing was killed; look at the ranks with %%px, mend the cell and run it again.",
                 error,
             )
-        state, ended = _same_step_again(
-            state, actions, failure.step, tuple(sorted(raised)), f"raised {_short(failure.error)}", error
-        )
-        if ended:
-            return state, actions
+        if first in have:
+            blamed = tuple(sorted(tried))
+            what = f"raised {_short(failure.error)}"
+            state, ended = _same_step_again(state, actions, failure.step, blamed, what, error)
+            if ended:
+                return state, actions
         for rank in sorted(raised):
             actions.append(
                 Emit(
                     "rank_failed",
                     f"Rank {rank} raised {_short(raised[rank].error)}.",
                     rank,
-                    raised[rank].step,
+                    _step_of(raised[rank]),
                     {"failure": "exception"},
                 )
             )
@@ -394,14 +399,21 @@ def _maybe_go(now: float, state: State) -> tuple[State, list[Action]]:
                 )
             )
         survivors = len(state.alive) - len(raised)
+        going_on = f"{'try' if survivors > 1 else 'tries'} step {failure.step} again"
+        if first not in have:
+            going_on = f"{'go' if survivors > 1 else 'goes'} on"
         actions.append(
             Emit(
                 "regroup_started",
-                f"Generation {state.generation}: {_count(survivors)} {'try' if survivors > 1 else 'tries'} step "
-                f"{failure.step} again without {_ranks(raised)}.",
+                f"Generation {state.generation}: {_count(survivors)} {going_on} without {_ranks(raised)}.",
             )
         )
-        state = replace(state, alive=state.alive - set(raised), left_out=state.left_out | set(raised))
+        state = replace(
+            state,
+            alive=state.alive.difference(raised),
+            left_out=state.left_out.union(raised),
+            newcomers=state.newcomers.difference(raised),
+        )
         if state.incident:
             incident = state.incident
             state = replace(
@@ -412,7 +424,7 @@ def _maybe_go(now: float, state: State) -> tuple[State, list[Action]]:
             )
     members = tuple(sorted(state.alive))
     # A rank that is left out may have been a step ahead of all others: that step is done again without it.
-    committed = max(state.ready[rank].committed for rank in members)
+    committed = max((state.ready[rank].committed for rank in members), default=-1)
     if committed < 0:
         reason = "All ranks that held the state of the training are lost; those that were to join had none yet."
         return _end(state, actions, "failed", reason)
@@ -849,6 +861,14 @@ def _ranks(ranks: Any) -> str:
 
 def _count(ranks: int) -> str:
     return "1 rank" if ranks == 1 else f"{ranks} ranks"
+
+
+def _step_of(failure: Failure) -> int | None:
+    return failure.step if failure.step >= 0 else None  # it has no state yet, so it was in no step
+
+
+def _when(failure: Failure) -> str:
+    return f"in step {failure.step}" if failure.step >= 0 else "while it took over the state of the training"
 
 
 def _place(failure: Failure) -> str:

@@ -92,7 +92,8 @@ class World:
             rank.num_reports -= name == "reports" and rank.num_reports - rank.num_read - len(channel)
         self.crashes += how == "crash"
         number = -1 if rank.number is None else rank.number
-        self.unheard_deaths[rank] = planner.RankDied(number, how, "it was killed (SIGKILL)", self.now)
+        if not rank.released:
+            self.unheard_deaths[rank] = planner.RankDied(number, how, "it was killed (SIGKILL)", self.now)
 
     def lose_pooled(self, index: int) -> None:
         """One of the processes without a slot dies; it may be starting, or ready."""
@@ -200,7 +201,8 @@ class World:
     def repeat_all(self) -> None:
         """Every message that was delivered comes a second time (of processes that still have their slot)."""
         for rank, event in self.delivered:
-            if not self.down and rank is self.ranks[event.rank]:
+            told = isinstance(event, planner.RankDied) and event.rank in self.state.has_run
+            if not self.down and rank is self.ranks[event.rank] and not told:
                 self.do_nothing(event)
 
     def do_nothing(self, event: object) -> None:
@@ -219,7 +221,7 @@ class World:
             self.keeper = keeper.failed(self.now, self.keeper, rank.intended, event.reason)
             if rank.said_ready:
                 self.handle(planner.SpareLost())
-        elif not rank.released and rank is self.ranks[rank.number]:
+        elif rank is self.ranks[rank.number]:
             event = planner.RankDied(rank.number, event.failure, event.reason, event.fault_time)
             if rank.number in self.state.alive | self.state.left_out:  # as ActiveRun.rank_died
                 self.lines += self.assembler.lost(rank.number)
@@ -446,6 +448,7 @@ class World:
     def _release(self, rank: Rank) -> None:
         """The supervisor ends the process; its death is no news."""
         rank.released = True
+        self.unheard_deaths.pop(rank, None)
         if not rank.dead and self.dies_after is None:
             assert any(isinstance(order, planner.SendDrop) for order in rank.inbox), "not told that it is over"
 
