@@ -655,7 +655,7 @@ def _unpause(now: float, state: State, event: Unpause) -> tuple[State, list[Acti
     actions: list[Action] = [
         Emit("unpaused", f"Goes on with step {state.committed + 1}.", None, state.committed)
     ]
-    if state.phase == "training" and (state.joiners or state.leaving):
+    if state.phase == "training" and (state.joiners or _can_leave(state)):
         state = replace(state, hold_why="change")  # they are at a step boundary, or on their way to one
         if state.held >= set(state.members):
             state, more = _change(state)
@@ -768,17 +768,15 @@ def _fill(state: State, first: int | None = None) -> tuple[State, list[Action]]:
 
 def _want_change(state: State) -> tuple[State, list[Action]]:
     """Let the members stop at a step boundary when somebody is to join or to leave."""
-    if state.phase != "training" or state.hold_why or not (state.joiners or state.leaving):
+    if state.phase != "training" or state.hold_why or not (state.joiners or _can_leave(state)):
         return state, []
     return _send_hold(replace(state, hold_why="change"), state.committed + 2)
 
 
 def _change(state: State) -> tuple[State, list[Action]]:
     """All members stand at a step boundary: take in who joins, let go who leaves."""
-    leaving = state.leaving & state.alive
-    if not state.alive - leaving:
-        leaving = frozenset()  # somebody has to have the state
-    state = replace(state, hold_why=None, leaving=frozenset(), alive=state.alive - leaving)
+    leaving = _can_leave(state)
+    state = replace(state, hold_why=None, leaving=state.leaving - leaving, alive=state.alive - leaving)
     if not (leaving or state.joiners):
         return replace(state, held=frozenset()), [SendRelease(state.members)]
     words = [f"{_ranks(state.joiners)} {_joins(state.joiners)}"] if state.joiners else []
@@ -789,6 +787,12 @@ def _change(state: State) -> tuple[State, list[Action]]:
         actions += [SendDrop(tuple(sorted(leaving))), Release(tuple(sorted(leaving)))]
     state, more = _regroup(state)
     return state, actions + more
+
+
+def _can_leave(state: State) -> frozenset[int]:
+    """Of those that shall leave; where no other holds the state, one stays until a newcomer has got it."""
+    leaving = state.leaving & state.alive
+    return leaving if state.alive - leaving else leaving - {min(leaving, default=0)}
 
 
 def _joins(ranks: Any) -> str:
