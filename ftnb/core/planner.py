@@ -132,6 +132,7 @@ class State:
     hold_answers: Mapping[int, HoldAnswered] = field(default_factory=dict)
     held: frozenset[int] = frozenset()
     stop_since: float | None = None
+    end: End | None = None  # how the run has ended
 
     @property
     def paused(self) -> bool:
@@ -147,7 +148,7 @@ class State:
 # All that a state may consist of.
 _SAVED = {
     kind.__name__: kind
-    for kind in (State, Incident, Failure, HoldAnswered, RankFormed, RankReady, StepCommitted)
+    for kind in (State, Incident, End, Failure, HoldAnswered, RankFormed, RankReady, StepCommitted)
 }  # fmt: skip
 
 
@@ -171,7 +172,8 @@ def new(total_steps: int, refill: bool = False) -> State:
 def step(now: float, state: State, event: Any) -> tuple[State, list[Action]]:
     """The next state and what to do. Events that come too late, from an old generation, change nothing."""
     if state.phase == "ended":
-        return state, []
+        # The supervisor before may have died before it could do the last things.
+        return state, _last_actions(state) if isinstance(event, Adopted) else []
     return _HANDLERS[type(event)](now, state, event)
 
 
@@ -850,10 +852,16 @@ def _end(
     state: State, actions: list[Action], outcome: str, reason: str, error: Mapping[str, Any] | None = None
 ) -> tuple[State, list[Action]]:
     """Close the books and let every living rank go; appends to `actions` and returns it."""
-    actions.append(CloseGeneration(state.generation, state.committed))
-    actions.append(SendDrop(tuple(sorted(state.has_run))))
-    actions.append(End(outcome, reason, error))
-    return replace(state, phase="ended"), actions
+    state = replace(state, phase="ended", end=End(outcome, reason, error))
+    actions += _last_actions(state)
+    return state, actions
+
+
+def _last_actions(state: State) -> list[Action]:
+    assert state.end is not None
+    return [
+        CloseGeneration(state.generation, state.committed), SendDrop(tuple(sorted(state.has_run))), state.end,
+    ]  # fmt: skip
 
 
 def _ranks(ranks: Any) -> str:

@@ -30,7 +30,7 @@ def story(seed: int) -> World:
     kinds = ["die", "die", "pooled", "supervisor", "supervisor", "resize", "pause", "unpause", "raise", "break", "repeat"]
     kinds = dice.sample(kinds, dice.randint(1, len(kinds)))
     if calm and ("resize" in kinds or not world.refill):  # or the only ranks that are well might be those that leave
-        kinds = [kind for kind in kinds if kind != "raise"]
+        kinds = [kind for kind in kinds if kind != "raise"] or ["die"]
     for _ in range(dice.randint(1, 12)):
         world.go_on(dice.choice((5, 20, 60, 200, 500)), dice.randrange(2**32))
         if world.end is not None:
