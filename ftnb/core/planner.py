@@ -223,12 +223,12 @@ def _rank_died(now: float, state: State, event: RankDied) -> tuple[State, list[A
         state, alive=state.alive - {rank}, left_out=state.left_out - {rank}, joiners=state.joiners - {rank},
         leaving=state.leaving - {rank}, newcomers=state.newcomers - {rank},
         raised={r: failure for r, failure in state.raised.items() if r != rank}, left=state.left - {rank},
-        unfenced={**state.unfenced, rank: state.unfenced.get(rank, 0) + 1},
     )
+    state = _unfence(state, {rank})
     kill: list[Action] = [Kill(rank, "end whatever it had started")]
     if had_not_entered:
         words = f"The process that was to take the place of rank {rank} is gone: {event.reason}."
-        # Whether a lost rank is replaced or not: this slot was to be filled, and still is.
+        # Also where lost ranks are not replaced: this slot was to be filled, and still is.
         state, filled = _fill(_vacate(state, {rank}, refill=True))
         return state, [Emit("spare_lost", words, rank), *kill, *filled]
     if was_left_out:
@@ -258,7 +258,7 @@ def _rank_died(now: float, state: State, event: RankDied) -> tuple[State, list[A
         if ended:
             return state, actions
     survivors = len(state.alive)
-    state, filled = _fill(_vacate(state, {rank}, state.refill))
+    state, filled = _fill(_vacate(state, {rank}, state.refill or had_no_state))
     going_on = f"{_count(survivors)} {'go' if survivors > 1 else 'goes'} on without rank {rank}."
     if filled:
         going_on = f"a spare takes the place of rank {rank}."
@@ -701,6 +701,13 @@ def _resized(now: float, state: State, event: Resized) -> tuple[State, list[Acti
 def _adopted(now: float, state: State, event: Adopted) -> tuple[State, list[Action]]:
     """A new supervisor: go on as if nothing had happened where that is certain, else begin a new generation."""
     state = replace(state, spares=0)  # those that are there are told anew
+    # Nobody has taken the slot: the supervisor before died first. (Or who was left out of it still lives.)
+    missing = {
+        rank for rank in state.joiners if rank not in event.standing or event.standing[rank].generation > 0
+    }  # fmt: skip
+    state = _vacate(replace(state, joiners=state.joiners - missing), missing, refill=True)
+    state = _unfence(state, missing)
+    actions: list[Action] = [Kill(rank, "its slot is to be filled anew") for rank in sorted(missing)]
     standing = [event.standing[rank] for rank in state.members if rank in event.standing]
     stages = ("held",) if state.paused else ("training", "finished")
     if (
@@ -711,12 +718,13 @@ def _adopted(now: float, state: State, event: Adopted) -> tuple[State, list[Acti
         and state.unexplained_since is None
         and all(s.generation == state.generation and s.stage in stages for s in standing)
     ):
-        return state, []
+        # They may still be told to stop at a step where nobody expects them any more.
+        return state, [*actions, *([] if state.paused else [SendRelease(state.members)])]
     if not event.standing:
-        return state, []  # their deaths will be told
+        return state, actions  # their deaths will be told
     reason = f"Generation {state.generation + 1}: all ranks connect again, under the new supervisor."
-    state, actions = _regroup(state)
-    return state, [Emit("regroup_started", reason), *actions]
+    state, more = _regroup(state)
+    return state, [*actions, Emit("regroup_started", reason), *more]
 
 
 def _give_up(now: float, state: State, event: GiveUp) -> tuple[State, list[Action]]:
@@ -753,6 +761,12 @@ def _vacate(state: State, ranks: Any, refill: bool) -> State:
     """Slots that have lost their process are to be filled again, if that is wanted."""
     wanted = {rank for rank in ranks if rank < state.wanted} if refill else set()
     return replace(state, vacant=state.vacant | wanted)
+
+
+def _unfence(state: State, ranks: Any) -> State:
+    """One more process of each of these slots has to be fenced before a generation may begin."""
+    more = {rank: state.unfenced.get(rank, 0) + 1 for rank in ranks}
+    return replace(state, unfenced={**state.unfenced, **more})
 
 
 def _fill(state: State, first: int | None = None) -> tuple[State, list[Action]]:
