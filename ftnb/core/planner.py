@@ -653,16 +653,18 @@ def _rank_held(now: float, state: State, event: RankHeld) -> tuple[State, list[A
 def _unpause(now: float, state: State, event: Unpause) -> tuple[State, list[Action]]:
     if state.hold_why != "pause":
         return state, []
-    state = replace(state, hold_why=None, hold_id=state.hold_id + 1)
     actions: list[Action] = [
         Emit("unpaused", f"Goes on with step {state.committed + 1}.", None, state.committed)
     ]
     if state.phase == "training" and (state.joiners or _can_leave(state)):
-        state = replace(state, hold_why="change")  # they are at a step boundary, or on their way to one
+        # They are at a step boundary, or on their way to one: this hold goes on, for another reason.
+        state = replace(state, hold_why="change")
         if state.held >= set(state.members):
             state, more = _change(state)
             actions += more
-    elif state.phase == "training":
+        return state, actions
+    state = replace(state, hold_why=None, hold_id=state.hold_id + 1)
+    if state.phase == "training":
         state = replace(state, held=frozenset())
         actions.insert(0, SendRelease(state.members))
     # While a generation forms, the release waits until all have taken their Go in (see _rank_formed).
