@@ -141,7 +141,7 @@ class World:
             if rank.has_run_cell and not rank.dead:
                 rank.tell_ready()
         self.unfenced = [number for number, times in self.state.unfenced.items() for _ in range(times)]
-        there = {n: self.ranks[n] for n in self.state.has_run if n < len(self.ranks)}
+        there = {n: self._process_at(n) for n in self.state.has_run if not self._process_at(n).released}
         for number in sorted(self.state.has_run):
             rank = self._process_at(number)
             if rank.dead:
@@ -161,7 +161,8 @@ class World:
     def can_spare(self, number: int) -> bool:
         """Without this one, another that is well would be left with the most advanced state."""
         alive = [self.ranks[n] for n in self.state.alive if n < len(self.ranks)]
-        well = [r for r in alive if r.has_state and not (r.dead or r.released or r.raised or r.armed)]
+        well = [r for r in alive if r.has_state and not (r.dead or r.raised or r.armed)]
+        well = [rank for rank in well if rank.number not in self.state.leaving]
         most = max((rank.committed for rank in well), default=0)
         return any(rank.committed == most for rank in well if rank.number != number)
 
@@ -402,7 +403,7 @@ class World:
                 assert all(action.fields[name] >= 0 for name in action.fields if name.endswith("_s"))
         elif isinstance(action, planner.Kill):
             rank = self._process_at(action.rank)
-            assert rank.dead or rank.raised, f"{action}, but it has done no harm"
+            assert rank.dead or rank.raised or rank.released, f"{action}, but it has done no harm"
             assert action.reason
             self.die(action.rank)
             self.unfenced.append(action.rank)

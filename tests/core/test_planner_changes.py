@@ -47,7 +47,7 @@ def story(seed: int) -> World:
             world.lose_pooled(dice.randrange(8))
         elif kind == "supervisor":
             world.kill_supervisor(dice.choice((None, 0, 1, 2, 3)))
-        elif kind == "resize":
+        elif kind == "resize" and not (calm and world.unheard_deaths):
             world.resize(dice.randint(1, 6))
         elif kind in ("pause", "unpause"):
             getattr(world, kind)()
