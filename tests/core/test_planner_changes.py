@@ -145,6 +145,24 @@ def test_a_joiner_that_is_lost_before_it_entered_breaks_nothing_and_its_slot_sta
     assert (state.phase, state.generation, state.incident) == ("training", 1, None)
 
 
+@pytest.mark.parametrize("refill", [True, False])
+def test_a_newcomer_that_is_lost_before_it_got_the_state_leaves_its_slot_vacant(refill):
+    state, _ = play(in_training(refill=refill), Resized(4), SpareReady(3), died(0), RankFenced(0))
+    assert state.newcomers == {3}
+    state, _ = play(state, died(3))
+    assert 3 in state.vacant and (0 in state.vacant) == refill
+
+
+def test_a_rank_that_was_left_out_and_dies_is_not_told_as_fenced_twice():
+    state, _ = play(in_training(), StepFailed(1, 1, user_error(1)))
+    state, _ = play(state, Tick(), now=51.0)
+    answers = RankReady(0, 2, 0), RankReady(1, 2, 0, 1, user_error(1)), RankReady(2, 2, 0)
+    state, actions = play(state, *answers)
+    assert kinds(actions)[:2] == ["rank_failed", "rank_fenced"]
+    state, actions = play(state, died(1), RankFenced(1))
+    assert actions == [] and not state.unfenced and not state.silently
+
+
 def test_a_newcomer_that_crashes_before_it_holds_the_state_does_not_condemn_the_step():
     state, _ = play(in_training(), SpareReady(), died(1), RankFenced(1), died(1, "crash"), SpareReady(1), RankFenced(1))
     state, _ = play(state, died(1, "crash"))
