@@ -48,11 +48,16 @@ class Training:
     """One run on one rank. Lives in the training thread; `abort` alone is called from the agent thread."""
 
     def __init__(
-        self, job: cell.Job, options: dict[str, Any], rank: int, backend: str, link: WorkLink, orders: Orders
+        self, job: cell.Job, options: dict[str, Any], rank: int | None, backend: str, link: WorkLink, orders: Orders,
+        joins: bool = False,
     ) -> None:
-        self.job, self.options, self.rank = job, options, rank
+        self.job, self.options = job, options
+        self.rank = rank  # None: a spare, which gets its slot before its first generation
         self.total_steps: int = options["total_steps"]
-        self.committed = 0
+        # Somebody who joins a training that goes on holds no state of it until it is copied (-1).
+        self.committed = -1 if joins else 0
+        self.stage = "waiting"  # then "ready", "training", "held", "finished"
+        self.digest: str | None = None  # of the weights, once finished
         self.in_flight: int | None = None
         self.generation = 0
         self.weights: list[tuple[str, str, list[int], bytes]] | None = None
@@ -89,7 +94,7 @@ class Training:
                 self._take_wanted_snapshot()
                 if generation <= self.generation:
                     continue
-                self.generation = generation
+                self.generation, self.stage, self.digest = generation, "ready", None
                 self._link.tell(
                     "ready", generation=generation, committed=self.committed, in_flight=self.in_flight,
                     failure=failure,
@@ -111,6 +116,8 @@ class Training:
                     self.abort()  # so that the neighbours, too, notice at once
                     self._link.tell("step_failed", generation=generation, failure=failure)
                 finally:
+                    if self.stage != "finished":
+                        self.stage = "waiting"
                     self._leave_group()
         except Dropped:
             pass
@@ -136,14 +143,17 @@ class Training:
         self.in_flight = None
         ddp = self._wrap(group)
         self.source.begin(first_step, group.torch_rank, group.world_size)
+        self.stage = "training"
         self._link.tell("formed", generation=group.generation, formed_at=formed_at, restored_at=time.time())
         if order.get("evaluate") and group.torch_rank == 0:
             self._evaluate(order["evaluate"])
         for step in range(first_step, self.total_steps + 1):
             while (held_after := self._orders.enter_step(step, group.generation)) is not None:
                 self._take_wanted_snapshot()
+                self.stage = "held"
                 self._link.tell("held", generation=group.generation, step=held_after)
                 self._orders.wait_released(step, group.generation)
+                self.stage = "training"
             self._take_wanted_snapshot()
             self._step(step, ddp, group)
         self._finish(group)
@@ -375,8 +385,9 @@ class Training:
     def _finish(self, group: Group) -> None:
         """Last step done: make the buffers equal (each rank has seen other samples), and tell the digest."""
         self._share_buffers(group)
-        digest = state.weights_digest(self.job.model)
-        self._link.tell("finished", generation=group.generation, digest=digest)
+        self.digest = state.weights_digest(self.job.model)
+        self._link.tell("finished", generation=group.generation, digest=self.digest)
+        self.stage = "finished"
 
     def _take_wanted_snapshot(self) -> None:
         if self._orders.take_snapshot_wish():
