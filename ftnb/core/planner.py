@@ -21,10 +21,12 @@ for a new generation anyway, that is the one; else the members stop at a step bo
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ftnb.core.plain import from_plain, to_plain
 from ftnb.core.protocol import (
     Action,
     Adopted,
@@ -140,6 +142,26 @@ class State:
     def has_run(self) -> frozenset[int]:
         """Slots whose process belongs to this run."""
         return self.alive | self.left_out | self.joiners
+
+
+# All that a state may consist of.
+_SAVED = {
+    kind.__name__: kind
+    for kind in (State, Incident, Failure, HoldAnswered, RankFormed, RankReady, StepCommitted)
+}  # fmt: skip
+
+
+def to_json(state: State) -> str:
+    """For the next supervisor, should this one die."""
+    return json.dumps(to_plain(state), allow_nan=False)
+
+
+def from_json(text: str) -> State:
+    """ValueError for what this version does not write."""
+    state = from_plain(json.loads(text), _SAVED)
+    if not isinstance(state, State):
+        raise ValueError(f"Not the state of a run: {text[:100]}")
+    return state
 
 
 def new(total_steps: int, refill: bool = False) -> State:
