@@ -91,10 +91,12 @@ class Faults:
         self._record(fault["kind"], rank, step)
         self._supervisor.tell_rank(rank, "fault_go", fault_id=fault_id)
 
-    def lost_with(self, rank: int) -> None:
-        """The process that was to suffer them is gone; its replacement is another one."""
-        for fault_id in [n for n, fault in self._planned.items() if fault["rank"] == rank and "at_step" in fault]:
-            self._not_fired(self._planned.pop(fault_id), f"rank {rank} was lost before")
+    def rearm(self, rank: int) -> None:
+        """Another process fills the slot: what was planned for a step of it is planned on that one."""
+        for fault_id, fault in self._planned.items():
+            if fault["rank"] == rank and "at_step" in fault:
+                step = fault["at_step"]
+                self._supervisor.tell_rank(rank, "fault", fault_id=fault_id, kind=fault["kind"], at_step=step)
 
     def end(self) -> None:
         for fault in self._planned.values():
@@ -118,10 +120,9 @@ class Faults:
         self._run.emit("fault_injected", f"SIGKILL to rank {rank}.", rank=rank, step=step, fault=kind)
         self._supervisor.ranks[rank].fault_time = time.time()
 
-    def _not_fired(self, fault: dict[str, Any], why: str = "") -> None:
+    def _not_fired(self, fault: dict[str, Any]) -> None:
         when = f"at step {fault['at_step']}" if fault.get("at_step") else f"after {fault['after_s']:g} s"
-        because = f": {why}" if why else ""
         self._run.emit(
-            "fault_not_fired", f"The {fault['kind']} of rank {fault['rank']} {when} did not happen{because}.",
+            "fault_not_fired", f"The {fault['kind']} of rank {fault['rank']} {when} did not happen.",
             rank=fault["rank"], step=fault.get("at_step"), fault=fault["kind"],
         )
