@@ -55,6 +55,12 @@ def start_time(pid: int) -> str | None:
         return None
 
 
+def parent(pid: int) -> int | None:
+    """The pid of a process's parent, or None when there is no such process (or no `/proc`)."""
+    fields = _stat(pid)
+    return None if fields is None else int(fields[1])
+
+
 def session_members(session_id: int) -> list[ProcessId]:
     """All living processes whose session is `session_id` (a rank leads its own: so it and what it started)."""
     members = []
