@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -175,8 +176,9 @@ class Supervisor:
             }
             if controller := self.engines.controller:
                 environment["FTNB_CONTROLLER"] = f"{controller.pid}:{controller.started}"
-            pid = await self.engines.start_rank(rank, environment, self._rank_exited)
-            self.ranks[rank].process = proc.identify(pid)
+            self.ranks[rank].process = await self.engines.start_engine(
+                f"rank{rank}", rank, environment, functools.partial(self._rank_exited, rank)
+            )
         deadline = time.monotonic() + START_TIMEOUT_S
         while any(self.ranks[rank].state == "starting" for rank in ranks):
             self._rank_changed.clear()
@@ -186,13 +188,13 @@ class Supervisor:
                 late = [r for r in ranks if self.ranks[r].state == "starting"]
                 raise ClusterError(
                     f"Rank {late[0]} did not get ready within {START_TIMEOUT_S:.0f} s. The end of its output:\n"
-                    f"{self.engines.output_of(late[0])}"
+                    f"{self.engines.output_of(f'rank{late[0]}')}"
                 )
         for rank in ranks:
             if self.ranks[rank].state != "idle":
                 raise ClusterError(
                     f"Rank {rank} could not start: {self.ranks[rank].problem} The end of its output:\n"
-                    f"{self.engines.output_of(rank)}"
+                    f"{self.engines.output_of(f'rank{rank}')}"
                 )
 
     # --- ranks
