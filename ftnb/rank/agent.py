@@ -79,7 +79,8 @@ class Agent:
         me = proc.identify(os.getpid())
         assert me is not None
         self._send(
-            sock, "hello", pid=me.pid, started=me.started, host=platform.node(), python=platform.python_version()
+            sock, "hello", key=os.environ["FTNB_KEY"], pid=me.pid, started=me.started, host=platform.node(),
+            python=platform.python_version(),
         )
         poller = zmq.Poller()
         poller.register(sock, zmq.POLLIN)

@@ -121,6 +121,25 @@ class Fleet:
         event, self.changed = self.changed, asyncio.Event()
         event.set()
 
+    # --- for a successor
+
+    def record(self) -> dict[str, Any]:
+        places = (("rank", self.ranks.values()), ("pool", self.pool), ("retired", self.retired))
+        return {
+            "slots": [{"place": place, **slot.record()} for place, slots in places for slot in slots],
+            "next_number": self._next_number, "vacant": sorted(self.vacant),
+        }
+
+    def restore(self, record: dict[str, Any]) -> None:
+        """The table as an earlier supervisor had it. Who has died since is found out by `watch`."""
+        self._next_number, self.vacant = record["next_number"], set(record["vacant"])
+        for entry in record["slots"]:
+            slot = Slot.restored(entry, self._supervisor.directory)
+            if entry["place"] == "rank":
+                self.ranks[slot.rank] = slot
+            else:
+                (self.pool if entry["place"] == "pool" else self.retired).append(slot)
+
     # --- who is there
 
     def slots(self) -> list[Slot]:
@@ -212,9 +231,9 @@ class Fleet:
     def offer(self, slot: Slot) -> None:
         """Somebody in the pool is ready: a run that goes on lets it run its cell, else it can fill a slot."""
         run = self._supervisor.going_run
-        if run is not None and not run.no_joining and slot.loaded is None and slot.agent is not None:
-            if run.vacant or slot.intended is None:
-                joining.load(self._supervisor, run, slot)
+        wanted = run is not None and not run.no_joining and (run.vacant or slot.intended is None)
+        if wanted and slot.loaded is None and slot.agent is not None:
+            joining.load(self._supervisor, run, slot)
         self._hand_out()
 
     def _hand_out(self) -> None:
@@ -251,6 +270,7 @@ class Fleet:
         slot = min(ready, key=lambda s: (s.intended != rank, s.intended is not None))
         self._put(slot, rank)
         slot.state, slot.joined_step, slot.joined_run = "joining", step, run_name
+        self._supervisor.save_cluster()
 
     def release(self, ranks: tuple[int, ...]) -> None:
         """The cluster has shrunk on purpose: these processes end."""
@@ -374,7 +394,7 @@ class Fleet:
         self._supervisor.spawn(self._end_all_of(slot))
         for_whom = "spare" if slot.intended is None else f"replacement of rank {slot.intended}"
         pid = slot.process.pid if slot.process else "none"
-        if was == "spare" and slot.loaded is None or (run is not None and slot.loaded == run.name):
+        if (was == "spare" and slot.loaded is None) or (run is not None and slot.loaded == run.name):
             text = f"A {for_whom} (pid {pid}) is lost while idle: {words.rstrip('.')}. Another one is started."
         else:
             text = f"A {for_whom} (pid {pid}) is lost before it was ready: {words.rstrip('.')}."

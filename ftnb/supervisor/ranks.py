@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections import deque
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ftnb.core.detector import Heartbeats
@@ -19,7 +22,7 @@ _LIVING = ("starting", "idle", "training", "suspect", "spare", "joining")
 
 @dataclass
 class Slot:
-    """One engine process. `state` as in the design: starting, idle, training, suspect, failed, fenced, spare, joining."""
+    """One engine process; `state` as in the design (starting, idle, training, …), or "leaving"."""
 
     key: str  # "engine3": never used twice in a cluster
     rank: int | None = None  # the slot it fills
@@ -53,6 +56,18 @@ class Slot:
     @property
     def usable(self) -> bool:
         return self.alive and self.state != "starting"
+
+    @classmethod
+    def restored(cls, record: dict[str, Any], directory: Path) -> Slot:
+        """As an earlier supervisor had it."""
+        known = ("rank", "intended", "engine_id", "state", "host", "num_gpus", "torch", "problem", "loaded",
+                 "joined_step", "joined_run")  # fmt: skip
+        slot = cls(record["key"], started=time.monotonic(), **{name: record[name] for name in known})
+        if record["pid"] is not None:
+            slot.process = proc.ProcessId(record["pid"], record["pid_started"])
+        with contextlib.suppress(OSError):  # it was not there yet, or not any more
+            slot.ring = RingReader(directory / f"{slot.key}.ring", create=False)
+        return slot
 
     def free_reports(self, written_through: int | None) -> None:
         """Reports about steps up to `written_through` (None: all) are in the files: their memory can be used again."""
@@ -88,6 +103,6 @@ class Slot:
             "pid": self.process.pid if self.process else None,
             "pid_started": self.process.started if self.process else None,
             "state": self.state, "host": self.host, "num_gpus": self.num_gpus, "torch": self.torch,
-            "ring": self.ring is not None, "problem": self.problem, "loaded": self.loaded,
+            "problem": self.problem, "loaded": self.loaded,
             "joined_step": self.joined_step, "joined_run": self.joined_run,
         }
