@@ -169,6 +169,7 @@ class Adoption:
                 continue
             if slot.process is None or not slot.process.is_alive():
                 continue
+            slot.state = "training" if slot.state == "idle" else slot.state
             standing[rank] = protocol.Standing(message["generation"], message["stage"], message["committed"])
             if message["digest"]:
                 digests[rank] = message["digest"]

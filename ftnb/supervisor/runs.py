@@ -171,7 +171,7 @@ class ActiveRun:
             self.state = self._shown_state()
         if any(isinstance(action, protocol.OpenGeneration) for action in actions):
             self.flush()  # the books of the last generation, before it is on record that they are closed
-        if actions or not isinstance(event, _TOLD_AGAIN):
+        if actions or self._state.phase != before.phase or not isinstance(event, _TOLD_AGAIN):
             self.save()
         for action in actions:
             if not isinstance(action, _INWARD):

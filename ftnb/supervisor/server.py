@@ -70,6 +70,7 @@ class Supervisor:
         self.weights: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self.adoption: Adoption | None = None  # while the ranks of a predecessor are being taken over
         self.controller_problem = ""
+        self._in_charge = asyncio.Event()  # what a predecessor left has been taken over
         self._stopping = asyncio.Event()
         self.stop_reason = ""
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -135,6 +136,8 @@ class Supervisor:
             self._start_cluster() if self.recorded is None else self._take_over(), self._tick_forever(),
         ):
             self.spawn(work)
+        if self.recorded is None:
+            self._in_charge.set()
         await self._stopping.wait()
         log.info("stopping: %s", self.stop_reason)
         code = await self._shut_down()
@@ -220,6 +223,7 @@ class Supervisor:
             self.error = ClusterError(f"The cluster could not be taken over: {error}").to_wire()
             self.adoption = None
             self.stop("it could not be taken over from a supervisor that was lost")
+        self._in_charge.set()
 
     def _controller_ended(self, words: str) -> None:
         if self._stopping.is_set():
@@ -501,6 +505,7 @@ class Supervisor:
         number, op = message.pop("id", None), message.pop("op", "")
         reply: dict[str, Any] = {"id": number}
         try:
+            await self._in_charge.wait()
             handler = requests.HANDLERS.get(op)
             if handler is None:
                 raise UsageError(

@@ -148,7 +148,8 @@ def describe_exit(status: int | None) -> tuple[str, str]:
     outside, *crash* is a fault of the program itself.
     """
     if status is None:
-        return "unknown", "it ended (exit status unknown)"
+        # Only its parent is told, and that was a supervisor that is gone.
+        return "unknown", "it ended (exit status unknown: it was adopted from an earlier supervisor)"
     if status >= 0:
         return "exit", f"it exited with code {status}" + (" (a clean exit)" if status == 0 else "")
     try:
