@@ -225,10 +225,11 @@ def _rank_died(now: float, state: State, event: RankDied) -> tuple[State, list[A
     kill: list[Action] = [Kill(rank, "end whatever it had started")]
     if had_not_entered:
         words = f"The process that was to take the place of rank {rank} is gone: {event.reason}."
-        state, filled = _fill(_vacate(state, {rank}))
+        # Whether a lost rank is replaced or not: this slot was to be filled, and still is.
+        state, filled = _fill(_vacate(state, {rank}, refill=True))
         return state, [Emit("spare_lost", words, rank), *kill, *filled]
     if was_left_out:
-        state, filled = _fill(_vacate(state, {rank}))
+        state, filled = _fill(_vacate(state, {rank}, state.refill))
         return state, [*kill, *filled]  # already known as failed, and no member of the group
     at_step = state.committed + 1  # the step in flight, or the one that was to be tried again
     actions: list[Action] = [
@@ -254,7 +255,7 @@ def _rank_died(now: float, state: State, event: RankDied) -> tuple[State, list[A
         if ended:
             return state, actions
     survivors = len(state.alive)
-    state, filled = _fill(_vacate(state, {rank}))
+    state, filled = _fill(_vacate(state, {rank}, state.refill))
     going_on = f"{_count(survivors)} {'go' if survivors > 1 else 'goes'} on without rank {rank}."
     if filled:
         going_on = f"a spare takes the place of rank {rank}."
@@ -520,7 +521,7 @@ def _step_committed(now: float, state: State, event: StepCommitted) -> tuple[Sta
     if state.left_out:
         # The step worked without them, so the fault was theirs: now they are fenced for good.
         actions += [Kill(rank, "its step has been committed without it") for rank in sorted(state.left_out)]
-        state, filled = _fill(_vacate(replace(state, left_out=frozenset()), state.left_out))
+        state, filled = _fill(_vacate(replace(state, left_out=frozenset()), state.left_out, state.refill))
         actions += filled
     if state.failed_step and event.step >= state.failed_step[0]:
         state = replace(state, failed_step=None)
@@ -734,9 +735,9 @@ _HANDLERS = {
 # --- helpers -----------------------------------------------------------------------------------------------
 
 
-def _vacate(state: State, ranks: Any) -> State:
+def _vacate(state: State, ranks: Any, refill: bool) -> State:
     """Slots that have lost their process are to be filled again, if that is wanted."""
-    wanted = {rank for rank in ranks if rank < state.wanted} if state.refill else set()
+    wanted = {rank for rank in ranks if rank < state.wanted} if refill else set()
     return replace(state, vacant=state.vacant | wanted)
 
 
