@@ -35,17 +35,20 @@ _QUIET_LOOKS = 3  # so many times in a row nothing may be found before all is ta
 
 def reap(
     cluster_dir: Path, spare_pids: Iterable[int] = (), limit_s: float = 10.0, *, locked: bool = False,
-    give_way: bool = False, keep_log: bool = True,
+    give_way: bool = False, keep_log: bool = True, token: str | None = None,
 ) -> list[Recorded]:
     """SIGKILL everything of the cluster and remove its files; returns what is still there after `limit_s`.
 
     Never touched: this process, `spare_pids`, and this process's ancestors unless they are recorded. `locked`:
     the caller holds the cluster's lock. `give_way`: return at once (None left) when another supervisor holds
-    it after the recorded one has been ended. The log stays, for whoever wants to know what happened.
+    it after the recorded one has been ended. The log stays, for whoever wants to know what happened. `token`:
+    which cluster is meant; nothing happens when another one has been started in its place.
     """
     deadline = time.monotonic() + limit_s
     hunt = _Hunt(cluster_dir, spare_pids)
-    if not give_way:
+    if not hunt.is_of(token):
+        return []
+    if hunt.has_record and not give_way:
         # Else notebooks that see the supervisor die would start a successor.
         _forget_connection(cluster_dir)
     hunt.end_supervisors(deadline)
@@ -83,7 +86,7 @@ def end_supervisors(cluster_dir: Path, limit_s: float = 2.0) -> list[Recorded]:
 
 def clear_away(cluster_dir: Path, *, keep_log: bool) -> bool:
     """Remove the files of a cluster of which nothing runs; False when somebody holds its lock (a new one starts)."""
-    with _lock(cluster_dir, 0.0) as owned:
+    with _lock(cluster_dir, 0.2) as owned:
         if owned:
             _remove_files(cluster_dir, keep_log)
         return owned
@@ -121,6 +124,13 @@ class _Hunt:
     def _is_same_cluster(self) -> bool:
         """False once another cluster has been started in the same place."""
         return records.read_header(self._path) == self._header
+
+    @property
+    def has_record(self) -> bool:
+        return self._record is not None
+
+    def is_of(self, token: str | None) -> bool:
+        return token is None or self._header is None or self._header.token == token
 
     def end_supervisors(self, deadline: float) -> list[Recorded]:
         self._read()

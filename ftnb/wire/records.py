@@ -124,7 +124,7 @@ def read(path: Path) -> list[Recorded]:
 
 def read_header(path: Path) -> Header | None:
     for record in _objects(path):
-        if record.get("what") == "cluster":
+        if record.get("what") == "cluster" and record.get("token"):
             return Header(str(record.get("token", "")), str(record.get("machine", "")))
     return None
 

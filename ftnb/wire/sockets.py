@@ -53,6 +53,10 @@ class Connection:
 def server_socket(context: zmq.Context, kind: int, secret_key: bytes, public_key: bytes) -> zmq.Socket:
     sock = context.socket(kind)
     _common(sock)
+    if kind == zmq.ROUTER:
+        # A peer that connects again while its old connection still counts (a supervisor that was stopped for some
+        # seconds has noticed nothing) would be ignored for ever, and answers to what it had asked be lost.
+        sock.router_handover = True
     sock.curve_server = True
     sock.curve_secretkey = secret_key
     sock.curve_publickey = public_key

@@ -153,7 +153,7 @@ def test_unknown_actions_get_a_suggestion(shell):
 
 def test_attach_binds_the_run_that_goes_on(shell, monkeypatch):
     connection = FakeConnection(run_info=run_info("finished"))
-    monkeypatch.setattr(launch, "attach", lambda name: connection)
+    monkeypatch.setattr(launch, "attach", lambda name, show: connection)
     assert shell.run_cell("%ft_cluster attach").success
     assert repr(shell.user_ns["run"]) == "Run('run')"
 
