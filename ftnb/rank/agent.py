@@ -16,11 +16,13 @@ from typing import Any
 import zmq
 
 from ftnb.rank.orders import Fault, Orders
-from ftnb.wire import messages, proc, sockets
+from ftnb.wire import messages, proc, reaper, sockets
 
 BEAT_S = 0.1
 # A supervisor is silent when it is busy for a moment, or gone; then its successor may be somewhere else.
 SILENT_S = 1.5
+# A supervisor may be stopped for some seconds, or take a while to be replaced; and the guardian comes first.
+ALONE_EXTRA_S = 20.0
 
 
 class Agent:
@@ -105,17 +107,21 @@ class Agent:
             if now >= next_beat:
                 self._beat(sock)
                 next_beat = max(next_beat + BEAT_S, now)
-            if now - self._last_word > self._linger_s:
+            if now - self._last_word > self._linger_s + ALONE_EXTRA_S:
                 self._end_alone()
             if now - self._last_word > SILENT_S and now - looked > SILENT_S:
                 looked = now
                 self._follow(sock)
 
     def _end_alone(self) -> None:
-        """The supervisor is gone for good: nobody could stop this process, or the controller, any more."""
-        pid, _, started = os.environ.get("FTNB_CONTROLLER", "").partition(":")
-        if pid and proc.ProcessId(int(pid), started).is_alive():
-            proc.kill_session(int(pid))
+        """No word for too long: nobody could stop this process any more.
+
+        The guardian should have ended the whole cluster by now; should it be gone as well, this rank does it, except
+        when there is a supervisor, from which this rank alone is cut off.
+        """
+        cluster_dir = Path(os.environ["FTNB_CONNECTION"]).parent
+        if not reaper.beats(cluster_dir, within_s=self._linger_s + ALONE_EXTRA_S):
+            reaper.reap(cluster_dir)
         os._exit(3)
 
     def _follow(self, sock: zmq.Socket) -> None:

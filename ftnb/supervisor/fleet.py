@@ -20,6 +20,7 @@ from ftnb.errors import ClusterError
 from ftnb.supervisor import joining
 from ftnb.supervisor.ranks import Slot
 from ftnb.wire import proc
+from ftnb.wire.records import RANK, SPARE
 from ftnb.wire.ring import RingReader
 
 if TYPE_CHECKING:
@@ -100,7 +101,8 @@ class Fleet:
     def note_process(self, slot: Slot) -> None:
         """On record before anything can happen to it."""
         if slot.process is not None:
-            self._supervisor.records.note("engine", slot.process, slot.rank)
+            rank = slot.rank if slot.rank is not None else slot.intended
+            self._supervisor.records.note(SPARE if rank is None else RANK, slot.process, rank)
         self._supervisor.save_cluster()
 
     def watch(self, slot: Slot) -> None:
