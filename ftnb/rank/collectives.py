@@ -7,9 +7,9 @@ ever, more likely the larger the gradients. So the training thread waits in shor
 whether the group is given up. What is stuck inside Gloo stays there, and its group is never destroyed, because
 that would wait for it.
 
-Sends and receives are worse still: only who waits for them learns that they have ended, a wait that times out closes all
-connections of the group, and the message that is half written or half read when the sockets go is never told (with
-large messages there nearly always is one). So a thread of its own waits for them.
+Sends and receives are worse still: only who waits for them learns that they have ended, a wait that times out closes
+all connections of the group, and the message that is half written or half read when the sockets go is never told
+(with large messages there nearly always is one). So a thread of its own waits for them.
 """
 
 from __future__ import annotations

@@ -180,7 +180,7 @@ def _socket_fds() -> set[tuple[int, int]]:
 
 def _is_listening(fd: int) -> bool:
     try:
-        with socket.socket(fileno=os.dup(fd)) as duplicate:
+        with socket.fromfd(fd, socket.AF_INET, socket.SOCK_STREAM) as duplicate:
             return bool(duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
     except OSError:  # closed just now
         return False

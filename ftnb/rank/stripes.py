@@ -19,7 +19,7 @@ class Piece(NamedTuple):
 
 
 def plan_stripes(sizes: Sequence[int], num_givers: int, most: int = MESSAGE_BYTES) -> list[list[Piece]]:
-    """What each giver sends of tensors of these sizes (in bytes): every byte once, in even shares, cut into messages."""
+    """What each giver sends of tensors of these sizes (bytes): every byte once, in even shares, cut into messages."""
     total = sum(sizes)
     plan = []
     for giver in range(num_givers):

@@ -160,7 +160,7 @@ def give(job: cell.Job, collectives: Collectives, roles: Roles, rank: int, trans
     if rank == roles.source:
         head = json.dumps({"state": description, "manifest": manifest.to_json()}, separators=(",", ":")).encode()
         head_bytes = len(head)
-        letter = _pack(head, [tensors[n] for n in manifest.small], transport)
+        letter = pack(head, [tensors[n] for n in manifest.small], transport)
     digest = _structure_digest(tensors, manifest)
     announcement = torch.tensor([digest, head_bytes, letter.numel()], device=transport).view(torch.uint8)
     messages = [announcement, letter] if head_bytes else [announcement]
@@ -190,7 +190,7 @@ def _padded(num_bytes: int) -> int:
     return -(-num_bytes // 16) * 16
 
 
-def _pack(head: bytes, small: Sequence[torch.Tensor], transport: torch.device) -> torch.Tensor:
+def pack(head: bytes, small: Sequence[torch.Tensor], transport: torch.device) -> torch.Tensor:
     """The head and the small tensors in one flat message, ready to send."""
     letter = torch.empty(_padded(len(head)) + sum(t.nbytes for t in small), dtype=torch.uint8, device=transport)
     letter[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
@@ -202,6 +202,18 @@ def _pack(head: bytes, small: Sequence[torch.Tensor], transport: torch.device) -
             torch.cat(same, out=letter[offset : offset + size].view(dtype))
         offset += size
     return letter
+
+
+def unpack(letter: torch.Tensor, head_bytes: int, small: Sequence[torch.Tensor]) -> None:
+    """Overwrite the tensors with what `pack` put into the letter."""
+    arrived, offset = [], _padded(head_bytes)
+    for tensor in small:
+        arrived.append(letter[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+        offset += tensor.nbytes
+    for dtype in dict.fromkeys(t.dtype for t in small):
+        torch._foreach_copy_(
+            [t for t in small if t.dtype == dtype], [t for t in arrived if t.dtype == dtype]
+        )
 
 
 # --- taking
@@ -236,7 +248,7 @@ def take(
         collectives.exchange(sends=[], receives=receives)
     # Without large tensors nothing has been touched up to here, and a transfer that breaks off does no harm.
     overwriting()
-    into.finish(letter[_padded(max(head_lengths)) :])
+    into.finish(letter, max(head_lengths))
 
 
 class _Receiver:
@@ -312,18 +324,12 @@ class _Receiver:
         self._staged.append((number, stage))
         return _memory(stage)
 
-    def finish(self, flat: torch.Tensor) -> None:
+    def finish(self, letter: torch.Tensor, head_bytes: int) -> None:
         """Everything has arrived: fill in the small tensors, and load what is not in place yet."""
         with torch.no_grad():
             for number, stage in self._staged:
                 self._tensors[number].copy_(stage)
-            small = [self._tensors[number] for number in self._manifest.small]
-            new, offset = [], 0
-            for tensor in small:
-                new.append(flat[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
-                offset += tensor.nbytes
-            for dtype in dict.fromkeys(t.dtype for t in small):
-                torch._foreach_copy_([t for t in small if t.dtype == dtype], [t for t in new if t.dtype == dtype])
+            unpack(letter, head_bytes, [self._tensors[number] for number in self._manifest.small])
         full = state.put_together(self._description, self._tensors)
         job = self._job
         # Parameters and buffers are their own source now, and copying those costs nothing. What this call is for:
