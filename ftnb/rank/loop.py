@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ftnb.core import sampler
 from ftnb.errors import CheckError
-from ftnb.rank import cell, state
+from ftnb.rank import cell, state, transfer
 from ftnb.rank.data import BatchSource
 from ftnb.rank.group import FORM_TIMEOUT_S, MAX_FORM_TIMEOUT_S, Group
 from ftnb.rank.link import WorkLink
@@ -137,9 +137,10 @@ class Training:
         self._form_timeout_s = FORM_TIMEOUT_S
         formed_at = time.time()
         first_step = order["first_step"]
-        self._share_state(group, order)
+        # Before anything is given away: who joins shall not get statistics of a step that is to be done again.
         if self.in_flight == first_step and self._snapshot.step == first_step and self.committed == first_step - 1:
             self._snapshot.restore()
+        self._share_state(group, order)
         self.in_flight = None
         ddp = self._wrap(group)
         self.source.begin(first_step, group.torch_rank, group.world_size)
@@ -187,30 +188,20 @@ class Training:
         self._forward_called = True
 
     def _share_state(self, group: Group, order: dict[str, Any]) -> None:
-        """The most advanced member copies its state to those that are a step behind."""
-        source, behind = order["source"], order["behind"]
-        if source is None:
+        """Everybody who is up to date gives a part of the state to those that are behind, or have just joined."""
+        if order["source"] is None:
             return
-        job = self.job
-        source_torch_rank = group.members.index(source)
-
-        def broadcast(tensor: torch.Tensor) -> None:
-            group.collectives.broadcast([tensor], source_torch_rank)
-
-        if self.rank == source:
-            full = {
-                "model": job.model.state_dict(), "optimizer": job.optimizer.state_dict(),
-                "scheduler": cell.scheduler_state(job.scheduler) if job.scheduler is not None else None,
-            }
-            state.give_state(full, broadcast, job.device)
+        roles = transfer.Roles(group.members, order["source"], order["behind"])
+        transport = self.job.device if self._backend == "nccl" else torch.device("cpu")
+        if self.rank not in roles.behind:
+            transfer.give(self.job, group.collectives, roles, self.rank, transport)
             return
-        full = state.take_state(broadcast, job.device)
-        if self.rank in behind:
-            job.model.load_state_dict(full["model"])
-            job.optimizer.load_state_dict(full["optimizer"])
-            if job.scheduler is not None:
-                job.scheduler.load_state_dict(full["scheduler"])
-            self.committed = order["first_step"] - 1
+        transfer.take(self.job, group.collectives, roles, transport, self._invalidate)
+        self.committed = order["first_step"] - 1
+
+    def _invalidate(self) -> None:
+        """From here until the new state is complete, this rank has none. Should that be broken off, it says so."""
+        self.committed, self.in_flight = -1, None
 
     def _share_buffers(self, group: Group) -> None:
         """Everybody takes the buffers (BatchNorm statistics) of the first rank, as DDP does by default."""
@@ -395,6 +386,8 @@ class Training:
 
     def take_weights(self) -> dict[str, Any]:
         """Copy the model's state for the notebook, between two steps; returns the answer to the supervisor."""
+        if self.committed < 0:
+            return {"step": None}  # half a state; another rank is asked
         try:
             self.weights = [
                 (name, str(t.dtype), list(t.shape), state.as_bytes(t).numpy().tobytes())
@@ -412,7 +405,7 @@ class Training:
         if isinstance(error, RuntimeError) and _talks_to_peers(error):
             collective = any(sign in text for sign in _COLLECTIVE_SIGNS)
             aborted = self._group is not None and self._group.aborted
-        step = self.in_flight if self.in_flight is not None else self.committed
+        step = self.in_flight if self.in_flight is not None else max(self.committed, 0)
         details = cell.describe_error(error, step)
         if isinstance(error, CheckError):
             details["check"] = True
