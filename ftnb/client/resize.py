@@ -50,7 +50,8 @@ def resize(
 def is_done(status: dict[str, Any], num_ranks: int) -> bool:
     """Whether there are exactly so many ranks, and all of them work."""
     states = [entry["state"] for entry in status["ranks"] if entry["rank"] is not None]
-    return len(states) == num_ranks and all(state in _WORKING for state in states)
+    working = len(states) == num_ranks and all(state in _WORKING for state in states)
+    return working and status["world_size"] == num_ranks
 
 
 def _wait(

@@ -140,7 +140,7 @@ class Agent:
 
     def _beat(self, sock: zmq.Socket) -> None:
         training = self.training
-        step = (training.in_flight or training.committed) if training else None
+        step = (training.in_flight or max(training.committed, 0)) if training and training.rank is not None else None
         self._send(sock, "beat", phase=self.phase, step=step, term=self._term)
 
     def _standing(self) -> dict[str, Any]:
