@@ -58,10 +58,10 @@ class Cluster:
     def mark(self, rank: int) -> str:
         return f"FTNB_RING={self.directory / f'rank-{rank}.ring'}"
 
-    async def start(self, rank: int) -> proc.ProcessId | None:
+    async def start(self, rank: int, on_exit: Callable[[int, int | None], None] | None = None) -> proc.ProcessId | None:
         environment = dict([self.mark(rank).split("=", 1)])
         environment |= {"FTNB_RANK": str(rank), "FTNB_CONNECTION": str(self.connection_file)}
-        return await self.engines.start_engine(f"rank{rank}", rank, environment, self.exits.__setitem__)
+        return await self.engines.start_engine(f"rank{rank}", rank, environment, on_exit or self.exits.__setitem__)
 
     async def client(self, num_engines: int) -> Any:
         """An ipyparallel client that sees so many engines."""
@@ -112,7 +112,13 @@ async def forked(directory: Path) -> dict[str, Any]:
     engines = cluster.engines
     try:
         await engines.start_controller()
-        first, second = await cluster.start(0), await cluster.start(1)
+        orphans = []
+
+        def first_ended(pid: int, status: int | None) -> None:
+            orphans.extend(p.pid for p in engines.orphans(cluster.mark(0)))
+            cluster.exits[pid] = status
+
+        first, second = await cluster.start(0, first_ended), await cluster.start(1)
         server = dict(engines.processes())["fork server"]
         told: dict[str, Any] = {
             "me": os.getpid(), "pids": [first.pid, second.pid], "mark": cluster.mark(0),
@@ -123,7 +129,7 @@ async def forked(directory: Path) -> dict[str, Any]:
         stray = await call(client[0], leave_session)
         first.signal(signal.SIGKILL)
         await wait_until(lambda: first.pid in cluster.exits, "the death is known")
-        told["orphans"], told["stray"] = [p.pid for p in engines.orphans(cluster.mark(0))], stray
+        told["orphans"], told["stray"] = orphans, stray
         # It ends with its engine, even if nobody asks for orphans.
         await wait_until(lambda: proc.start_time(stray) is None or not proc.identify(stray).is_alive(), "stray ended")
         again = await cluster.start(0)
@@ -136,7 +142,7 @@ async def forked(directory: Path) -> dict[str, Any]:
         told["server_ended"] = not server.is_alive()
         another = await wait_until(lambda: dict(engines.processes()).get("fork server"), "another fork server")
         told["another_server"] = another != server
-        told["exits"] = cluster.exits
+        told["exits"] = dict(cluster.exits)
         second.signal(signal.SIGKILL)
         await wait_until(lambda: second.pid in cluster.exits, "the death is known")
         return told
