@@ -31,6 +31,8 @@ log = logging.getLogger("ftnb.controller")
 
 START_TIMEOUT_S = 30.0
 ANSWER_TIMEOUT_S = 1.0
+# ZeroMQ tries to connect again every 0.1 to 0.2 s; what is sent to an engine before it is there is lost.
+RECONNECT_S = 0.5
 POLL_S = 0.02
 # The hub lets an engine in on its heartbeat tick: a short period makes that quick. Deaths are reported by the
 # supervisor, so the number of misses is generous: a busy machine must not cost an engine its registration.
@@ -98,6 +100,7 @@ class Controller:
         finally:
             self._being_replaced = False
         await self._launch(["--IPController.restore_engines=True"])
+        await asyncio.sleep(RECONNECT_S)
 
     def adopt(self, process: proc.ProcessId) -> None:
         """Take over a controller that an earlier supervisor has started."""

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("ftnb.engines")
 
 OnExit = Callable[[int, "int | None"], None]
-
+REMAINS_TIMEOUT_S = 2.0
 _PR_SET_CHILD_SUBREAPER = 36
 # By default an engine ends 30 s after its controller. Here the agent decides that, by the supervisor's word.
 _ENGINE_ARGS = ["--IPEngine.max_heartbeat_misses=0", "--IPEngine.timeout=30"]
@@ -63,7 +63,9 @@ class Engines:
     ) -> None:
         self._environment = environment
         self.cluster_id = recorded["cluster_id"] if recorded else f"ftnb-{os.getpid()}-{time.time_ns() // 1_000_000}"
-        self._token = environment["FTNB_CLUSTER"]  # every process of the cluster has it in its environment
+        # Every process of the cluster has it in its environment.
+        self._token = environment.get("FTNB_CLUSTER", self.cluster_id)
+        self._mark = f"FTNB_CLUSTER={self._token}"
         self._private_dir = cluster_dir / "profile"
         self._log_dir = self._private_dir / "log"
         self._log_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -77,6 +79,7 @@ class Engines:
         self._engines: dict[str, _Engine] = {}
         self._sign_offs: dict[int, asyncio.Task[None]] = {}
         self._adopted = recorded is not None
+        self._controller_changes = asyncio.Lock()
         self._controller = Controller(
             self.cluster_id, self._profile.directory if self._profile else self._private_dir, self._private_dir,
             {"FTNB_CLUSTER": self._token}, self.watch, lambda words: self.on_controller_exit(words),
@@ -119,11 +122,12 @@ class Engines:
 
     async def restart_controller(self) -> None:
         """Start another controller in the place of the one that has ended; engines and clients come back to it."""
-        await self._controller.restart()
-        # Engines whose death it was not told of, because it was dead itself.
-        for engine in self._engines.values():
-            if engine.pid is not None and engine.pid not in self._watched and engine.engine_id not in self._sign_offs:
-                await self._controller.sign_off(engine.engine_id)
+        async with self._controller_changes:
+            await self._controller.restart()
+            # It has not been told of those that died while it was dead itself.
+            living = {e.engine_id for e in self._engines.values() if (p := _process(asdict(e))) is None or p.is_alive()}
+            for engine_id in (await self._controller.engine_ids() or {}).keys() - living:
+                await self._controller.sign_off(engine_id)
 
     @property
     def client_file(self) -> str:
@@ -177,9 +181,14 @@ class Engines:
         self.watch(process, on_exit)
         return process
 
-    def watch(self, process: proc.ProcessId, on_exit: OnExit) -> None:
-        """Call `on_exit(pid, status)` when the process ends; status is None for one that is no child of ours."""
+    def watch(self, process: proc.ProcessId, on_exit: OnExit, key: str | None = None) -> None:
+        """Call `on_exit(pid, status)` when the process ends; status is None for one that is no child of ours.
+
+        `key` says which engine it is, when `start_engine` could not tell the pid.
+        """
         loop = asyncio.get_running_loop()
+        if key is not None and (engine := self._engines.get(key)) is not None:
+            engine.pid, engine.started = process.pid, process.started
         try:
             fd = os.pidfd_open(process.pid)
         except ProcessLookupError:
@@ -213,12 +222,23 @@ class Engines:
                 task.add_done_callback(lambda task, number=engine.engine_id: self._signed_off(number, task))
 
     async def _sign_off(self, engine: _Engine) -> None:
-        """Tell the controller of an engine's death, in the place of its nanny, and make sure the nanny does not do it
-        later: by then the id may belong to the replacement."""
-        for nanny in self._marked(f"FTNB_ENGINE={engine.token}"):
-            if _is_nanny(nanny.pid):
-                nanny.signal(signal.SIGKILL)
+        """End what a dead engine has left, and tell the controller that it is gone.
+
+        Its nanny would do that, too, unless it was killed or stopped. It is ended here, because a late word of it
+        would sign off the replacement, to which the id belongs by then.
+        """
+        deadline = time.monotonic() + REMAINS_TIMEOUT_S
+        while self._end_remains(engine) and time.monotonic() < deadline:
+            await asyncio.sleep(0.005)
         await self._controller.sign_off(engine.engine_id)
+
+    def _end_remains(self, engine: _Engine) -> bool:
+        told = False
+        for process in self._marked(f"FTNB_ENGINE={engine.token}"):
+            told = process.signal(signal.SIGKILL) or told
+        if proc.start_time(engine.pid) is None:  # else the pid is another process's by now
+            told = bool(proc.kill_session(engine.pid)) or told
+        return told
 
     def _signed_off(self, engine_id: int, task: asyncio.Task[None]) -> None:
         if self._sign_offs.get(engine_id) is task:
@@ -230,9 +250,10 @@ class Engines:
         """Wait until the controller has forgotten an earlier engine of this id; else the new one would get another."""
         if (task := self._sign_offs.get(engine_id)) is not None:
             await asyncio.wait([task])
-        known = await self._controller.engine_ids()
-        if known is not None and engine_id in known and not await self._controller.sign_off(engine_id):
-            log.warning("the controller does not give engine id %d free; the engine will get another", engine_id)
+        async with self._controller_changes:  # not in the middle of a restart, which has to forget the dead ones itself
+            known = await self._controller.engine_ids()
+            if known is not None and engine_id in known and not await self._controller.sign_off(engine_id):
+                log.warning("the controller does not give engine id %d free; the engine will get another", engine_id)
 
     def output_of(self, key: str, chars: int = 2000) -> str:
         """The end of what the engine's process (or its launcher's command) wrote to its own stdout and stderr."""
@@ -255,16 +276,17 @@ class Engines:
         return [p for p in self._marked(mark, starting) if p.pid not in self._watched and not _is_nanny(p.pid)]
 
     def _marked(self, mark: str, but_not: Collection[bytes] = ()) -> list[proc.ProcessId]:
-        found, me, wanted = [], os.getpid(), mark.encode()
+        """Processes without a parent of their own that have `mark` in their environment."""
+        found = []
         for pid in _all_pids() if self._adopted else _children():
-            with contextlib.suppress(OSError):
-                entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                if pid == me or wanted not in entries or any(entry in but_not for entry in entries):
-                    continue
-                if self._adopted and proc.parent(pid) not in (1, me):
-                    continue
-                if (process := proc.identify(pid)) and process.is_alive():
-                    found.append(process)
+            entries = _environment_of(pid)
+            if mark.encode() not in entries or any(entry in but_not for entry in entries):
+                continue
+            # After an adoption they are not our children: init's, or those of another process that collects orphans.
+            if self._adopted and self._mark.encode() in _environment_of(proc.parent(pid)):
+                continue
+            if (process := proc.identify(pid)) and process.is_alive():
+                found.append(process)
         return found
 
     def reap_orphans(self) -> None:
@@ -317,13 +339,12 @@ class Engines:
         return [process.pid for process in left]
 
     def _left(self, engines: list[proc.ProcessId]) -> list[proc.ProcessId]:
-        found = set(_descendants())
-        mark, me = f"FTNB_CLUSTER={self._token}".encode(), os.getpid()
+        found: set[proc.ProcessId | None] = set(_descendants())
+        mark, me = self._mark.encode(), os.getpid()
         sessions = {engine.pid for engine in engines if proc.start_time(engine.pid) in (None, engine.started)}
         for pid in _all_pids():
             with contextlib.suppress(OSError):
-                if pid != me and (os.getsid(pid) in sessions
-                                  or mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")):  # fmt: skip
+                if pid != me and (os.getsid(pid) in sessions or mark in _environment_of(pid)):
                     found.add(proc.identify(pid))
         found.update(engines)
         return [process for process in found if process is not None and process.is_alive()]
@@ -341,6 +362,13 @@ def _is_nanny(pid: int) -> bool:
     with contextlib.suppress(OSError):
         return b"ipyparallel.engine.nanny" in Path(f"/proc/{pid}/cmdline").read_bytes()
     return False
+
+
+def _environment_of(pid: int | None) -> list[bytes]:
+    """The entries of a process's environment; none of one that is gone, or another user's."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return []
 
 
 def _all_pids() -> list[int]:

@@ -21,7 +21,7 @@ from ftnb.wire import proc
 log = logging.getLogger("ftnb.forkserver")
 
 READY_TIMEOUT_S = 60.0  # importing torch from a cold disk
-ANSWER_TIMEOUT_S = 5.0  # a fork takes milliseconds, but on a busy machine it may wait for its turn
+ANSWER_TIMEOUT_S = 2.0  # a fork takes 0.02 s, but on a busy machine it may wait for its turn
 FIRST_PAUSE_S = 1.0  # before it is started again; doubled with each failure
 MAX_FAILURES = 5  # in a row; from then on engines are started in the plain way
 HEALTHY_S = 60.0  # a server that lived for so long does not count as a failure

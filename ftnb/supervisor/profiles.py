@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ipyparallel import util
 from ipyparallel.cluster.cluster import Cluster
 from ipyparallel.cluster.launcher import LocalControllerLauncher, LocalEngineSetLauncher, ipengine_cmd_argv
 
@@ -25,22 +26,24 @@ class Profile:
     """What the configuration (`ipcluster_config.py`) of an IPython profile says about starting a cluster."""
 
     def __init__(self, name: str, cluster_id: str) -> None:
+        home = util.get_ipython_dir()
+        try:  # asking `Cluster` for a profile that is not there would make one
+            self.directory = Path(util.ProfileDir.find_profile_dir_by_name(home, name).location)
+        except util.ProfileDirError:
+            raise ClusterError(
+                f"There is no IPython profile {name!r} in {home}. `ipython profile list` shows those that exist; "
+                f"`ipython profile create {name} --parallel` makes one. Or leave --profile out."
+            ) from None
         try:
             self._cluster = Cluster(
-                profile=name, cluster_id=cluster_id, cluster_file="", shutdown_atexit=False,
+                profile_dir=str(self.directory), cluster_id=cluster_id, cluster_file="", shutdown_atexit=False,
                 send_engines_connection_env=False, log_level=logging.WARNING, parent=None,
             )
-            self.directory = Path(self._cluster.profile_dir)
         except Exception as error:  # the profile's own code runs here: anything can come out of it
             raise ClusterError(
-                f"The IPython profile {name!r} could not be loaded: {type(error).__name__}: {error}. `ipython profile "
-                "list` shows the profiles there are."
+                f"The IPython profile {name!r} could not be loaded: {type(error).__name__}: {error}. Mend "
+                f"{self.directory / 'ipcluster_config.py'}, or leave --profile out."
             ) from None
-        if not self.directory.is_dir():
-            raise ClusterError(
-                f"There is no IPython profile {name!r} ({self.directory} does not exist). `ipython profile list` shows "
-                f"those that do; `ipython profile create {name} --parallel` makes one. Or leave --profile out."
-            )
         if self._cluster.controller_launcher_class is not LocalControllerLauncher:
             raise ClusterError(
                 f"The profile {name!r} starts the controller by {self._cluster.controller_launcher_class.__name__}. "
