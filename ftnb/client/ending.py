@@ -9,7 +9,7 @@ import time
 
 from ftnb.errors import ClusterError, NoClusterError
 from ftnb.wire import paths, reaper, records
-from ftnb.wire.client import ClientConnection, DeadCluster, load
+from ftnb.wire.client import ClientConnection, DeadCluster, connect
 
 STOP_TIMEOUT_S = 15.0
 # A supervisor that does not say within this time that it will stop is ended by force.
@@ -19,7 +19,7 @@ STOP_ANSWER_S = 5.0
 def stop_by_name(name: str) -> None:
     """End the cluster `name`, to which this process has no session, in whatever state it is."""
     try:
-        connection = ClientConnection(load(name))
+        connection = connect(name)
     except DeadCluster:
         connection = None
     except NoClusterError:

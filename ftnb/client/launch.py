@@ -17,7 +17,7 @@ from ftnb.client.ending import STOP_ANSWER_S, count_ranks, end, living, log_hint
 from ftnb.errors import ClusterError, NoClusterError
 from ftnb.wire import paths, proc, reaper, records
 from ftnb.wire.client import ClientConnection, DeadCluster, load
-from ftnb.wire.takeover import Takeover
+from ftnb.wire.takeover import Spawn, Takeover
 
 Progress = Callable[[dict[str, Any]], None]  # gets a cluster status with "elapsed_s" and "num_ranks" added
 
@@ -125,14 +125,17 @@ def _adopt(name: str, dead: DeadCluster) -> ClientConnection:
         time.sleep(0.05)
 
 
-def successor_of(name: str) -> Callable[[], subprocess.Popen]:
+def successor_of(name: str) -> Spawn:
     """What starts a successor for the supervisor of the cluster `name`."""
 
-    def spawn() -> subprocess.Popen:
+    def spawn(lost: proc.ProcessId) -> subprocess.Popen:
         directory = paths.cluster_dir(name)
         header = records.read_header(directory / records.FILE_NAME)
         # With the token it can be found, should it have to be ended before it has recorded itself.
-        command = [sys.executable, "-P", "-m", "ftnb.supervisor", "--name", name, "--adopt"]
+        command = [
+            sys.executable, "-P", "-m", "ftnb.supervisor", "--name", name, "--adopt",
+            "--lost", f"{lost.pid}:{lost.started}",
+        ]  # fmt: skip
         return _spawn(command, directory / "supervisor.log", header.token if header else "")
 
     return spawn

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 LOOK_EVERY_S = 1.0
 # The newest guardian of a cluster writes itself in here; whoever is not named in it any more ends.
 OFFICE_NAME = "guardian"
+NOTE_STRAYS_EVERY = 10  # looks
 _ATTEMPTS = 3
 
 
@@ -80,6 +81,7 @@ def watch(directory: Path, limit_s: float) -> int:
     office, beat = directory / OFFICE_NAME, directory / reaper.BEAT_NAME
     mine = f"{me.pid} {me.started}\n"
     patience = Patience(limit_s)
+    looks = 0
     try:
         paths.write_private(office, mine)
         while True:
@@ -87,6 +89,9 @@ def watch(directory: Path, limit_s: float) -> int:
                 return 0  # a newer guardian has taken over
             if patience.look(beat.stat().st_mtime_ns, time.monotonic()):
                 break
+            looks += 1
+            if looks % NOTE_STRAYS_EVERY == 0:
+                reaper.note_strays(directory)
             time.sleep(LOOK_EVERY_S)
     except FileNotFoundError:
         return 0  # the cluster was stopped: its directory, or what marks it as living, is gone

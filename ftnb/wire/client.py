@@ -33,7 +33,8 @@ _TICK_S = 0.25  # while there is something to look after
 _IDLE_TICK_S = 1.0
 # Supervisors that die one after the other have a reason, which starting more of them does not mend.
 _MAX_TAKEOVERS, _WITHIN_S = 5, 120.0
-_ASK_AGAIN_S = 10.0  # the answer to a repeatable question may have been lost with a connection
+# An answer may have been lost with a connection; a supervisor that does each request once is asked again (`once.py`).
+ASK_AGAIN_S = 5.0
 
 _log = logging.getLogger(__name__)
 
@@ -90,6 +91,7 @@ class ClientConnection:
         self._sock: zmq.Socket | None = None
         self._pidfd: int | None = None
         self._silent_s, self._heard_at, self._pinged = 0.0, time.monotonic(), False
+        self._once = False  # the supervisor does no request twice, however often it is sent
         self._thread = threading.Thread(target=self._serve, name="ftnb-client", daemon=True)
         self._thread.start()
 
@@ -206,7 +208,7 @@ class ClientConnection:
         )
         with contextlib.suppress(OSError, AttributeError):  # gone already, or a system without it: each tick looks
             self._pidfd = os.pidfd_open(self.connection.pid)
-        self._silent_s, self._pinged = 0.0, False
+        self._silent_s, self._pinged, self._once = 0.0, False, False
 
     def _part(self) -> None:
         """Drop the connection with all that was not sent yet: nothing of it must reach a successor behind our back."""
@@ -252,6 +254,7 @@ class ClientConnection:
             except messages.BadMessage:
                 continue
             self._silent_s, self._heard_at, self._pinged = 0.0, time.monotonic(), False
+            self._once = bool(message.get("once"))
             if pending := self._pending.get(message.get("id")):
                 pending.reply = message
                 pending.done.set()
@@ -264,8 +267,8 @@ class ClientConnection:
                 self._sock.send_multipart(pending.frames)
                 pending.sent_at = now
         for pending in list(self._pending.values()):
-            again = pending.op in REPEATABLE and pending.sent_at is not None and now - pending.sent_at > _ASK_AGAIN_S
-            if again and not pending.done.is_set():
+            late = pending.sent_at is not None and now - pending.sent_at > ASK_AGAIN_S
+            if late and (self._once or pending.op in REPEATABLE) and not pending.done.is_set():
                 self._sock.send_multipart(pending.frames)
                 pending.sent_at = now
         if not self._pinged and now - self._heard_at >= PING_EVERY_S:

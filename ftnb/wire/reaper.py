@@ -79,6 +79,15 @@ def living(cluster_dir: Path) -> list[Recorded]:
     return [recorded for recorded in dict.fromkeys(records.read(path)) if recorded.process.is_alive()]
 
 
+def note_strays(cluster_dir: Path) -> int:
+    """Record what belongs to the cluster and is not recorded yet; returns how many were found.
+
+    Done now and then while it lives, this finds what a rank has started in a session of its own and without the
+    environment: after the rank's death nothing would lead to it.
+    """
+    return _Hunt(cluster_dir, ()).note_strays()
+
+
 def end_supervisors(cluster_dir: Path, limit_s: float = 2.0) -> list[Recorded]:
     """SIGKILL the recorded supervisors other than this process; returns those still there after `limit_s`."""
     return _Hunt(cluster_dir, ()).end_supervisors(time.monotonic() + limit_s)
@@ -113,7 +122,7 @@ class _Hunt:
         self._record: records.ProcessRecords | None = None
         if self._header is not None and self._header.is_here:
             self._mark = f"{records.TOKEN_VARIABLE}={self._header.token}".encode()
-            self._record = records.ProcessRecords(self._path, self._header.token)
+            self._record = records.ProcessRecords(self._path, self._header.token, compacting=False)
 
     def remove_files(self, keep_log: bool) -> None:
         """Remove the cluster's files, unless they are another's by now, or of a cluster of another machine."""
@@ -131,6 +140,13 @@ class _Hunt:
 
     def is_of(self, token: str | None) -> bool:
         return token is None or self._header is None or self._header.token == token
+
+    def note_strays(self) -> int:
+        self._read()
+        found = [recorded for recorded in self._find() if recorded.what == records.OTHER]
+        new = set(found) - set(records.read(self._path))
+        self._note(sorted(new, key=lambda recorded: recorded.process.pid))
+        return len(new)
 
     def end_supervisors(self, deadline: float) -> list[Recorded]:
         self._read()

@@ -7,7 +7,9 @@ Lines are only appended, so a writer that is killed in the middle costs its own 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import math
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -24,8 +26,8 @@ SUPERVISOR, GUARDIAN, FORK_SERVER = "supervisor", "guardian", "fork server"
 RANK, SPARE, CONTROLLER = "rank", "spare", "controller"
 OTHER = "other"  # what a rank had started, found when the cluster was ended
 
-# Rewriting the file is worth it when so many lines have come since the last time.
-_COMPACT_AFTER_LINES = 256
+# The file is rewritten without the dead when it has so many bytes, and twice as many as after the last time.
+_COMPACT_AT_BYTES = 32_768
 
 
 @dataclass(frozen=True)
@@ -57,12 +59,15 @@ class Header:
 class ProcessRecords:
     """The record of one cluster, open for appending. No method raises `OSError`: see `problem`."""
 
-    def __init__(self, path: Path, token: str) -> None:
-        """Go on with the record of the cluster `token`, or begin a new one in the place of another cluster's."""
+    def __init__(self, path: Path, token: str, *, compacting: bool = True) -> None:
+        """Go on with the record of the cluster `token`, or begin a new one in the place of another cluster's.
+
+        Only one writer may be `compacting`, or it could drop what another one is appending: the supervisor.
+        """
         self.path, self.token = path, token
+        self._compact_at: float = _COMPACT_AT_BYTES if compacting else math.inf
         self.problem: OSError | None = None  # why the last line could not be written
         self._unwritten: list[Recorded] = []
-        self._lines = 0
         header = read_header(path)
         if header is None or header.token != token or not header.is_here:
             self._rewrite([])
@@ -75,16 +80,14 @@ class ProcessRecords:
         self._unwritten += found
         if not self._unwritten:
             return
-        self._lines += len(self._unwritten)
-        if self._lines >= _COMPACT_AFTER_LINES:
-            self.compact()
-            return
         try:
-            _append(self.path, "".join(map(_line, self._unwritten)))
+            size = _append(self.path, "".join(map(_line, self._unwritten)))
         except OSError as error:
             self.problem = error
-        else:
-            self.problem, self._unwritten = None, []
+            return
+        self.problem, self._unwritten = None, []
+        if size >= self._compact_at:
+            self.compact()
 
     def compact(self) -> None:
         """Drop what has ended and left nothing behind in its session.
@@ -100,6 +103,8 @@ class ProcessRecords:
             if lives or (recorded.process.pid in sessions and (entry is None or entry.process == recorded.process)):
                 kept.append(recorded)
         self._rewrite(kept)
+        with contextlib.suppress(OSError):
+            self._compact_at = max(_COMPACT_AT_BYTES, 2 * self.path.stat().st_size)
 
     def _rewrite(self, kept: list[Recorded]) -> None:
         header = json.dumps({"what": "cluster", "token": self.token, "machine": this_machine()}) + "\n"
@@ -109,7 +114,6 @@ class ProcessRecords:
             self.problem = error
         else:
             self.problem, self._unwritten = None, []
-        self._lines = 0
 
 
 def read(path: Path) -> list[Recorded]:
@@ -163,14 +167,18 @@ def _line(recorded: Recorded) -> str:
     return json.dumps(record) + "\n"
 
 
-def _append(path: Path, text: str) -> None:
-    """Append whole lines at once, on a line of their own even after a writer that was killed in its last one."""
+def _append(path: Path, text: str) -> int:
+    """Append whole lines at once, on lines of their own even after a writer that was killed in its last one.
+
+    Returns the size of the file.
+    """
     fd = os.open(path, os.O_RDWR | os.O_APPEND)
     try:
         size = os.fstat(fd).st_size
         torn = size > 0 and os.pread(fd, 1, size - 1) != b"\n"
         data = (("\n" if torn else "") + text).encode()
         if os.write(fd, data) < len(data):  # the disk became full in the middle: the rest comes with the next try
-            raise OSError(28, "the record of processes could be written in part only")
+            raise OSError(errno.ENOSPC, "the record of processes could be written in part only")
+        return size + len(data)
     finally:
         os.close(fd)

@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 from ftnb.wire import paths, proc, sockets
 
-Spawn = Callable[[], subprocess.Popen]
+# Starts a successor. It is told whom it replaces, so that one that comes late does not end another successor.
+Spawn = Callable[[proc.ProcessId], subprocess.Popen]
 
 LIMIT_S = 30.0
 # It did not work out, but may in a moment: another successor was in charge, and has died in turn, say.
@@ -43,6 +44,7 @@ class Takeover:
             process = proc.ProcessId(present.pid, present.pid_started)
             if process != self._lost and process.is_alive():
                 return present
+            self._lost = process  # perhaps another successor, dead in turn
         code = self._child.poll() if self._child is not None else None
         if code == paths.EXIT_CANNOT_ADOPT:
             self.problem = "A successor could not take over, so what was left of the cluster was ended."
@@ -58,7 +60,7 @@ class Takeover:
                 self.problem = f"Its successors ended with exit code {code} before they were in charge."
         elif self._child is None and now >= self._not_before:
             try:
-                self._child = self._spawn()
+                self._child = self._spawn(self._lost)
                 self._handed_out.append(self._child)
             except OSError as error:
                 self.problem = f"A successor could not be started: {error}."

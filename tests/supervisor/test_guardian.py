@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "wire"))
 from process_trees import Trees, wait_until
 
 from ftnb.supervisor import guardian
-from ftnb.wire import proc, records
+from ftnb.wire import proc, reaper, records
 
 MAX_PSS_MB = 12  # one runs beside every cluster, for as long as it lives
 
@@ -79,6 +79,18 @@ def test_as_long_as_the_beat_is_renewed_it_does_nothing(trees: Trees, guard) -> 
 
     wait_until(beat, "five seconds have passed")
     assert process.poll() is None and len(trees.alive()) == 1
+
+
+def test_what_would_be_out_of_sight_after_its_parents_death_is_recorded(trees: Trees, guard) -> None:
+    rank = trees.start("env -i setsid SLEEP & exec SLEEP", count=2)
+    stray = next(process for process in trees.alive() if process.pid != rank.pid)
+    guard(60.0)
+    limit_s = 3.0 * guardian.NOTE_STRAYS_EVERY
+    wait_until(lambda: stray in {r.process for r in reaper.living(trees.directory)}, "the stray is recorded", limit_s)
+    assert reaper.note_strays(trees.directory) == 0
+    rank.signal(signal.SIGKILL)
+    wait_until(lambda: trees.alive() == {stray}, "the rank is dead")
+    assert reaper.reap(trees.directory) == [] and trees.alive() == set()
 
 
 @pytest.mark.parametrize("gone", ["directory", "beat"])

@@ -110,10 +110,13 @@ def test_a_long_record_is_rewritten_without_the_dead(path: Path) -> None:
     book = records.ProcessRecords(path, TOKEN)
     gone = ended()
     book.note(records.CONTROLLER, me())
-    for number in range(2 * records._COMPACT_AFTER_LINES):
-        book.note(records.RANK, gone, rank=number)
+    other = records.ProcessRecords(path, TOKEN, compacting=False)
+    largest = 0
+    for number in range(1500):
+        (other if number % 3 else book).note(records.RANK, gone, rank=number)
+        largest = max(largest, path.stat().st_size)
     book.note(records.RANK, me(), rank=0)
-    assert len(path.read_text().splitlines()) < records._COMPACT_AFTER_LINES
+    assert path.stat().st_size <= largest < records._COMPACT_AT_BYTES + 1000 < 1500 * 50
     assert records.read(path)[0] == records.Recorded(records.CONTROLLER, me())
     assert records.read(path)[-1] == records.Recorded(records.RANK, me(), 0)
 
