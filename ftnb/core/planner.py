@@ -132,6 +132,7 @@ class State:
     hold_answers: Mapping[int, HoldAnswered] = field(default_factory=dict)
     held: frozenset[int] = frozenset()
     stop_since: float | None = None
+    end: End | None = None  # how the run has ended
 
     @property
     def paused(self) -> bool:
@@ -147,7 +148,7 @@ class State:
 # All that a state may consist of.
 _SAVED = {
     kind.__name__: kind
-    for kind in (State, Incident, Failure, HoldAnswered, RankFormed, RankReady, StepCommitted)
+    for kind in (State, Incident, End, Failure, HoldAnswered, RankFormed, RankReady, StepCommitted)
 }  # fmt: skip
 
 
@@ -171,7 +172,8 @@ def new(total_steps: int, refill: bool = False) -> State:
 def step(now: float, state: State, event: Any) -> tuple[State, list[Action]]:
     """The next state and what to do. Events that come too late, from an old generation, change nothing."""
     if state.phase == "ended":
-        return state, []
+        # The supervisor before may have died before it could do the last things.
+        return state, _last_actions(state) if isinstance(event, Adopted) else []
     return _HANDLERS[type(event)](now, state, event)
 
 
@@ -216,16 +218,17 @@ def _rank_died(now: float, state: State, event: RankDied) -> tuple[State, list[A
     if rank not in state.has_run:
         return state, []
     was_left_out, had_not_entered = rank in state.left_out, rank in state.joiners
+    had_no_state = rank in state.newcomers
     state = replace(
         state, alive=state.alive - {rank}, left_out=state.left_out - {rank}, joiners=state.joiners - {rank},
         leaving=state.leaving - {rank}, newcomers=state.newcomers - {rank},
         raised={r: failure for r, failure in state.raised.items() if r != rank}, left=state.left - {rank},
-        unfenced={**state.unfenced, rank: state.unfenced.get(rank, 0) + 1},
     )
+    state = _unfence(state, {rank})
     kill: list[Action] = [Kill(rank, "end whatever it had started")]
     if had_not_entered:
         words = f"The process that was to take the place of rank {rank} is gone: {event.reason}."
-        # Whether a lost rank is replaced or not: this slot was to be filled, and still is.
+        # Also where lost ranks are not replaced: this slot was to be filled, and still is.
         state, filled = _fill(_vacate(state, {rank}, refill=True))
         return state, [Emit("spare_lost", words, rank), *kill, *filled]
     if was_left_out:
@@ -249,13 +252,13 @@ def _rank_died(now: float, state: State, event: RankDied) -> tuple[State, list[A
                 f"{f' in step {state.failed_step[0]}' if state.failed_step else ''}."
             )
         return _end(state, actions, "failed", reason)
-    if event.failure == "crash":
+    if event.failure == "crash" and not had_no_state:
         # Native code that crashes on the same data takes one rank after the other: stop before all are gone.
         state, ended = _same_step_again(state, actions, state.committed + 1, (rank,), event.reason, None)
         if ended:
             return state, actions
     survivors = len(state.alive)
-    state, filled = _fill(_vacate(state, {rank}, state.refill))
+    state, filled = _fill(_vacate(state, {rank}, state.refill or had_no_state))
     going_on = f"{_count(survivors)} {'go' if survivors > 1 else 'goes'} on without rank {rank}."
     if filled:
         going_on = f"a spare takes the place of rank {rank}."
@@ -292,8 +295,8 @@ def _step_failed(now: float, state: State, event: StepFailed) -> tuple[State, li
     state = replace(state, left=state.left | {event.rank})
     if event.failure.cause == "user" and state.raised_since is None:
         state = replace(_open_incident(now, state, (), event.failure.time), raised_since=now)
-        words = f"Rank {event.rank} raised {_short(event.failure.error)} in step {event.failure.step}."
-        actions.append(Emit("rank_suspected", words, event.rank, event.failure.step))
+        words = f"Rank {event.rank} raised {_short(event.failure.error)} {_when(event.failure)}."
+        actions.append(Emit("rank_suspected", words, event.rank, _step_of(event.failure)))
     elif state.unexplained_since is None:
         state = replace(state, unexplained_since=now)
     if state.raised_since is not None and state.left >= state.alive & set(state.members):
@@ -351,16 +354,19 @@ def _maybe_go(now: float, state: State) -> tuple[State, list[Action]]:
         if rank in state.alive and failure.cause == "user"
     }
     if raised:
+        # Those that have just come hold no state yet, and have not tried the step: one of them proves nothing.
+        have = {rank for rank in state.alive if state.ready[rank].committed >= 0}
+        tried = have.intersection(raised) or raised
         # Should the run end here: what the survivors have. A rank that died may have been a step ahead.
-        state = replace(state, committed=max(0, *(state.ready[rank].committed for rank in state.alive)))
-        first = min(raised, key=lambda rank: raised[rank].time)
+        state = replace(state, committed=max([0, *(state.ready[rank].committed for rank in have)]))
+        first = min(tried, key=lambda rank: raised[rank].time)
         failure = raised[first]
         all_raised = set(raised) | state.left_out
         error = {**failure.error, "rank": first, "step": failure.step, "ranks": sorted(all_raised)}
-        if failure.error.get("check"):  # a mistake that ftnb knows: another rank would make it as well
+        # A mistake that ftnb knows: another rank would make it as well.
+        if failure.error.get("check") and first in have:
             return _end(state, actions, "failed", f"In {_place(failure)}: {failure.error.get('evalue')}", error)
-        # Those that have just come hold no state yet, and have not tried the step.
-        if set(raised) >= {rank for rank in state.alive if state.ready[rank].committed >= 0}:
+        if have and have <= raised.keys():
             everyone = "Every rank" if len(all_raised) > 1 else f"Rank {first}, the only one left,"
             return _end(
                 state,
@@ -370,18 +376,19 @@ def _maybe_go(now: float, state: State) -> tuple[State, list[Action]]:
                 "code. Nothing was killed; look at the ranks with %%px, mend the cell and run it again.",
                 error,
             )
-        state, ended = _same_step_again(
-            state, actions, failure.step, tuple(sorted(raised)), f"raised {_short(failure.error)}", error
-        )
-        if ended:
-            return state, actions
+        if first in have:
+            blamed = tuple(sorted(tried))
+            what = f"raised {_short(failure.error)}"
+            state, ended = _same_step_again(state, actions, failure.step, blamed, what, error)
+            if ended:
+                return state, actions
         for rank in sorted(raised):
             actions.append(
                 Emit(
                     "rank_failed",
                     f"Rank {rank} raised {_short(raised[rank].error)}.",
                     rank,
-                    raised[rank].step,
+                    _step_of(raised[rank]),
                     {"failure": "exception"},
                 )
             )
@@ -394,14 +401,21 @@ def _maybe_go(now: float, state: State) -> tuple[State, list[Action]]:
                 )
             )
         survivors = len(state.alive) - len(raised)
+        going_on = f"{'try' if survivors > 1 else 'tries'} step {failure.step} again"
+        if first not in have:
+            going_on = f"{'go' if survivors > 1 else 'goes'} on"
         actions.append(
             Emit(
                 "regroup_started",
-                f"Generation {state.generation}: {_count(survivors)} {'try' if survivors > 1 else 'tries'} step "
-                f"{failure.step} again without {_ranks(raised)}.",
+                f"Generation {state.generation}: {_count(survivors)} {going_on} without {_ranks(raised)}.",
             )
         )
-        state = replace(state, alive=state.alive - set(raised), left_out=state.left_out | set(raised))
+        state = replace(
+            state,
+            alive=state.alive.difference(raised),
+            left_out=state.left_out.union(raised),
+            newcomers=state.newcomers.difference(raised),
+        )
         if state.incident:
             incident = state.incident
             state = replace(
@@ -412,7 +426,7 @@ def _maybe_go(now: float, state: State) -> tuple[State, list[Action]]:
             )
     members = tuple(sorted(state.alive))
     # A rank that is left out may have been a step ahead of all others: that step is done again without it.
-    committed = max(state.ready[rank].committed for rank in members)
+    committed = max((state.ready[rank].committed for rank in members), default=-1)
     if committed < 0:
         reason = "All ranks that held the state of the training are lost; those that were to join had none yet."
         return _end(state, actions, "failed", reason)
@@ -639,16 +653,18 @@ def _rank_held(now: float, state: State, event: RankHeld) -> tuple[State, list[A
 def _unpause(now: float, state: State, event: Unpause) -> tuple[State, list[Action]]:
     if state.hold_why != "pause":
         return state, []
-    state = replace(state, hold_why=None, hold_id=state.hold_id + 1)
     actions: list[Action] = [
         Emit("unpaused", f"Goes on with step {state.committed + 1}.", None, state.committed)
     ]
-    if state.phase == "training" and (state.joiners or state.leaving):
-        state = replace(state, hold_why="change")  # they are at a step boundary, or on their way to one
+    if state.phase == "training" and (state.joiners or _can_leave(state)):
+        # They are at a step boundary, or on their way to one: this hold goes on, for another reason.
+        state = replace(state, hold_why="change")
         if state.held >= set(state.members):
             state, more = _change(state)
             actions += more
-    elif state.phase == "training":
+        return state, actions
+    state = replace(state, hold_why=None, hold_id=state.hold_id + 1)
+    if state.phase == "training":
         state = replace(state, held=frozenset())
         actions.insert(0, SendRelease(state.members))
     # While a generation forms, the release waits until all have taken their Go in (see _rank_formed).
@@ -687,6 +703,13 @@ def _resized(now: float, state: State, event: Resized) -> tuple[State, list[Acti
 def _adopted(now: float, state: State, event: Adopted) -> tuple[State, list[Action]]:
     """A new supervisor: go on as if nothing had happened where that is certain, else begin a new generation."""
     state = replace(state, spares=0)  # those that are there are told anew
+    # Nobody has taken the slot: the supervisor before died first. (Or who was left out of it still lives.)
+    missing = {
+        rank for rank in state.joiners if rank not in event.standing or event.standing[rank].generation > 0
+    }  # fmt: skip
+    state = _vacate(replace(state, joiners=state.joiners - missing), missing, refill=True)
+    state = _unfence(state, missing)
+    actions: list[Action] = [Kill(rank, "its slot is to be filled anew") for rank in sorted(missing)]
     standing = [event.standing[rank] for rank in state.members if rank in event.standing]
     stages = ("held",) if state.paused else ("training", "finished")
     if (
@@ -697,12 +720,13 @@ def _adopted(now: float, state: State, event: Adopted) -> tuple[State, list[Acti
         and state.unexplained_since is None
         and all(s.generation == state.generation and s.stage in stages for s in standing)
     ):
-        return state, []
+        # They may still be told to stop at a step where nobody expects them any more.
+        return state, [*actions, *([] if state.paused else [SendRelease(state.members)])]
     if not event.standing:
-        return state, []  # their deaths will be told
+        return state, actions  # their deaths will be told
     reason = f"Generation {state.generation + 1}: all ranks connect again, under the new supervisor."
-    state, actions = _regroup(state)
-    return state, [Emit("regroup_started", reason), *actions]
+    state, more = _regroup(state)
+    return state, [*actions, Emit("regroup_started", reason), *more]
 
 
 def _give_up(now: float, state: State, event: GiveUp) -> tuple[State, list[Action]]:
@@ -741,6 +765,12 @@ def _vacate(state: State, ranks: Any, refill: bool) -> State:
     return replace(state, vacant=state.vacant | wanted)
 
 
+def _unfence(state: State, ranks: Any) -> State:
+    """One more process of each of these slots has to be fenced before a generation may begin."""
+    more = {rank: state.unfenced.get(rank, 0) + 1 for rank in ranks}
+    return replace(state, unfenced={**state.unfenced, **more})
+
+
 def _fill(state: State, first: int | None = None) -> tuple[State, list[Action]]:
     """Give vacant slots (`first` before others) to the processes that are ready."""
     order = sorted(state.vacant, key=lambda rank: (rank != first, rank))
@@ -756,17 +786,15 @@ def _fill(state: State, first: int | None = None) -> tuple[State, list[Action]]:
 
 def _want_change(state: State) -> tuple[State, list[Action]]:
     """Let the members stop at a step boundary when somebody is to join or to leave."""
-    if state.phase != "training" or state.hold_why or not (state.joiners or state.leaving):
+    if state.phase != "training" or state.hold_why or not (state.joiners or _can_leave(state)):
         return state, []
     return _send_hold(replace(state, hold_why="change"), state.committed + 2)
 
 
 def _change(state: State) -> tuple[State, list[Action]]:
     """All members stand at a step boundary: take in who joins, let go who leaves."""
-    leaving = state.leaving & state.alive
-    if not state.alive - leaving:
-        leaving = frozenset()  # somebody has to have the state
-    state = replace(state, hold_why=None, leaving=frozenset(), alive=state.alive - leaving)
+    leaving = _can_leave(state)
+    state = replace(state, hold_why=None, leaving=state.leaving - leaving, alive=state.alive - leaving)
     if not (leaving or state.joiners):
         return replace(state, held=frozenset()), [SendRelease(state.members)]
     words = [f"{_ranks(state.joiners)} {_joins(state.joiners)}"] if state.joiners else []
@@ -777,6 +805,12 @@ def _change(state: State) -> tuple[State, list[Action]]:
         actions += [SendDrop(tuple(sorted(leaving))), Release(tuple(sorted(leaving)))]
     state, more = _regroup(state)
     return state, actions + more
+
+
+def _can_leave(state: State) -> frozenset[int]:
+    """Of those that shall leave; where no other holds the state, one stays until a newcomer has got it."""
+    leaving = state.leaving & state.alive
+    return leaving if state.alive - leaving else leaving - {min(leaving, default=0)}
 
 
 def _joins(ranks: Any) -> str:
@@ -834,10 +868,16 @@ def _end(
     state: State, actions: list[Action], outcome: str, reason: str, error: Mapping[str, Any] | None = None
 ) -> tuple[State, list[Action]]:
     """Close the books and let every living rank go; appends to `actions` and returns it."""
-    actions.append(CloseGeneration(state.generation, state.committed))
-    actions.append(SendDrop(tuple(sorted(state.has_run))))
-    actions.append(End(outcome, reason, error))
-    return replace(state, phase="ended"), actions
+    state = replace(state, phase="ended", end=End(outcome, reason, error))
+    actions += _last_actions(state)
+    return state, actions
+
+
+def _last_actions(state: State) -> list[Action]:
+    assert state.end is not None
+    return [
+        CloseGeneration(state.generation, state.committed), SendDrop(tuple(sorted(state.has_run))), state.end,
+    ]  # fmt: skip
 
 
 def _ranks(ranks: Any) -> str:
@@ -849,6 +889,14 @@ def _ranks(ranks: Any) -> str:
 
 def _count(ranks: int) -> str:
     return "1 rank" if ranks == 1 else f"{ranks} ranks"
+
+
+def _step_of(failure: Failure) -> int | None:
+    return failure.step if failure.step >= 0 else None  # it has no state yet, so it was in no step
+
+
+def _when(failure: Failure) -> str:
+    return f"in step {failure.step}" if failure.step >= 0 else "while it took over the state of the training"
 
 
 def _place(failure: Failure) -> str:

@@ -92,7 +92,8 @@ class World:
             rank.num_reports -= name == "reports" and rank.num_reports - rank.num_read - len(channel)
         self.crashes += how == "crash"
         number = -1 if rank.number is None else rank.number
-        self.unheard_deaths[rank] = planner.RankDied(number, how, "it was killed (SIGKILL)", self.now)
+        if not rank.released:
+            self.unheard_deaths[rank] = planner.RankDied(number, how, "it was killed (SIGKILL)", self.now)
 
     def lose_pooled(self, index: int) -> None:
         """One of the processes without a slot dies; it may be starting, or ready."""
@@ -140,7 +141,7 @@ class World:
             if rank.has_run_cell and not rank.dead:
                 rank.tell_ready()
         self.unfenced = [number for number, times in self.state.unfenced.items() for _ in range(times)]
-        there = {n: self.ranks[n] for n in self.state.has_run if n < len(self.ranks)}
+        there = {n: self._process_at(n) for n in self.state.has_run if not self._process_at(n).released}
         for number in sorted(self.state.has_run):
             rank = self._process_at(number)
             if rank.dead:
@@ -160,7 +161,8 @@ class World:
     def can_spare(self, number: int) -> bool:
         """Without this one, another that is well would be left with the most advanced state."""
         alive = [self.ranks[n] for n in self.state.alive if n < len(self.ranks)]
-        well = [r for r in alive if r.has_state and not (r.dead or r.released or r.raised or r.armed)]
+        well = [r for r in alive if r.has_state and not (r.dead or r.raised or r.armed)]
+        well = [rank for rank in well if rank.number not in self.state.leaving]
         most = max((rank.committed for rank in well), default=0)
         return any(rank.committed == most for rank in well if rank.number != number)
 
@@ -200,7 +202,8 @@ class World:
     def repeat_all(self) -> None:
         """Every message that was delivered comes a second time (of processes that still have their slot)."""
         for rank, event in self.delivered:
-            if not self.down and rank is self.ranks[event.rank]:
+            told = isinstance(event, planner.RankDied) and event.rank in self.state.has_run
+            if not self.down and rank is self.ranks[event.rank] and not told:
                 self.do_nothing(event)
 
     def do_nothing(self, event: object) -> None:
@@ -219,7 +222,7 @@ class World:
             self.keeper = keeper.failed(self.now, self.keeper, rank.intended, event.reason)
             if rank.said_ready:
                 self.handle(planner.SpareLost())
-        elif not rank.released and rank is self.ranks[rank.number]:
+        elif rank is self.ranks[rank.number]:
             event = planner.RankDied(rank.number, event.failure, event.reason, event.fault_time)
             if rank.number in self.state.alive | self.state.left_out:  # as ActiveRun.rank_died
                 self.lines += self.assembler.lost(rank.number)
@@ -400,7 +403,7 @@ class World:
                 assert all(action.fields[name] >= 0 for name in action.fields if name.endswith("_s"))
         elif isinstance(action, planner.Kill):
             rank = self._process_at(action.rank)
-            assert rank.dead or rank.raised, f"{action}, but it has done no harm"
+            assert rank.dead or rank.raised or rank.released, f"{action}, but it has done no harm"
             assert action.reason
             self.die(action.rank)
             self.unfenced.append(action.rank)
@@ -446,6 +449,7 @@ class World:
     def _release(self, rank: Rank) -> None:
         """The supervisor ends the process; its death is no news."""
         rank.released = True
+        self.unheard_deaths.pop(rank, None)
         if not rank.dead and self.dies_after is None:
             assert any(isinstance(order, planner.SendDrop) for order in rank.inbox), "not told that it is over"
 

@@ -26,9 +26,11 @@ def story(seed: int) -> World:
         has_buffers=dice.random() < 0.5, reports_first=dice.random() < 0.7, refill=dice.random() < 0.7,
         num_spares=dice.choice((0, 0, 1, 2)), seed=seed,
     )  # fmt: skip
-    may_raise, resizes = True, 0
+    may_raise = True
     kinds = ["die", "die", "pooled", "supervisor", "supervisor", "resize", "pause", "unpause", "raise", "break", "repeat"]
     kinds = dice.sample(kinds, dice.randint(1, len(kinds)))
+    if calm and ("resize" in kinds or not world.refill):  # or the only ranks that are well might be those that leave
+        kinds = [kind for kind in kinds if kind != "raise"] or ["die"]
     for _ in range(dice.randint(1, 12)):
         world.go_on(dice.choice((5, 20, 60, 200, 500)), dice.randrange(2**32))
         if world.end is not None:
@@ -45,9 +47,8 @@ def story(seed: int) -> World:
             world.lose_pooled(dice.randrange(8))
         elif kind == "supervisor":
             world.kill_supervisor(dice.choice((None, 0, 1, 2, 3)))
-        elif kind == "resize":
+        elif kind == "resize" and not (calm and world.unheard_deaths):
             world.resize(dice.randint(1, 6))
-            resizes += 1
         elif kind in ("pause", "unpause"):
             getattr(world, kind)()
         elif kind == "raise":
@@ -63,7 +64,7 @@ def story(seed: int) -> World:
     if endless and calm and "could not form" not in str(world.end):
         world.keeps = True
         if not world.refill and world.end is None:
-            world.until(lambda: not world.down)
+            world.until(lambda: not world.down and not world.unheard_deaths)
             world.resize(world.state.wanted)
         world.settle()
         assert len(world.state.members) == world.state.wanted
