@@ -338,6 +338,8 @@ class World:
         for _ in range(3):
             self.round()
         self.repeat_all()
+        for _ in range(max(len(rank.inbox) for rank in self.ranks) + 3):
+            self.round()
         for rank in self.ranks:
             assert rank.dead or rank.released or rank.at == "gone", f"nobody told rank {rank.number} that it is over"
         return self.end
