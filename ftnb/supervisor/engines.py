@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("ftnb.engines")
 
 OnExit = Callable[[int, "int | None"], None]
+AFTER_DEATH_S = 0.1  # the recovery of the others comes first: it needs these milliseconds more
 REMAINS_TIMEOUT_S = 2.0
 _PR_SET_CHILD_SUBREAPER = 36
 # By default an engine ends 30 s after its controller. Here the agent decides that, by the supervisor's word.
@@ -225,6 +226,7 @@ class Engines:
         Its nanny would do that, too, unless it was killed or stopped. It is ended here, because a late word of it
         would sign off the replacement, to which the id belongs by then.
         """
+        await asyncio.sleep(AFTER_DEATH_S)
         deadline = time.monotonic() + REMAINS_TIMEOUT_S
         while self._end_remains(engine) and time.monotonic() < deadline:
             await asyncio.sleep(0.005)
