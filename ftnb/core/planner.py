@@ -13,16 +13,23 @@ The life of one generation:
 
 Training in data parallel needs every member's input in every all-reduce, so the survivors of a failure are
 at most one step apart: the most advanced state wins, and only the step in flight is tried again.
+
+Growing, shrinking and replacing use the same path. A process that has run the cell is *ready*; when a slot is
+*vacant*, it takes the slot and enters with the next generation, which copies the state to it. If a failure calls
+for a new generation anyway, that is the one; else the members stop at a step boundary first, and no work is lost.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ftnb.core.plain import from_plain, to_plain
 from ftnb.core.protocol import (
     Action,
+    Adopted,
     CloseGeneration,
     Emit,
     End,
@@ -38,14 +45,19 @@ from ftnb.core.protocol import (
     RankFormed,
     RankHeld,
     RankReady,
+    Release,
+    Resized,
     SendDrop,
     SendGo,
     SendHold,
     SendRegroup,
     SendRelease,
+    SpareLost,
+    SpareReady,
     Started,
     StepCommitted,
     StepFailed,
+    TakeSpare,
     Tick,
     Unpause,
 )
@@ -88,7 +100,15 @@ class State:
     left_out: frozenset[int] = (
         frozenset()
     )  # raised; fenced by the generation until the step worked without them
-    unfenced: frozenset[int] = frozenset()  # dead, but the kill of what they started is not confirmed
+    # dead, but the kill of what they started is not confirmed; how many processes of each slot
+    unfenced: Mapping[int, int] = field(default_factory=dict)
+    wanted: int = 0  # the run shall have the slots 0 … wanted-1
+    refill: bool = False  # slots of lost ranks are to be filled again ("replace")
+    vacant: frozenset[int] = frozenset()  # slots that wait for a process
+    spares: int = 0  # processes that are ready to take a slot
+    joiners: frozenset[int] = frozenset()  # have got their slot; enter with the next generation
+    newcomers: frozenset[int] = frozenset()  # entered with this one
+    leaving: frozenset[int] = frozenset()  # leave with the next generation that begins at a step boundary
     members: tuple[int, ...] = ()
     ready: Mapping[int, RankReady] = field(default_factory=dict)
     formed: Mapping[int, RankFormed] = field(default_factory=dict)
@@ -105,26 +125,55 @@ class State:
     incident: Incident | None = None
     early_commits: tuple[StepCommitted, ...] = ()  # came before the last RankFormed of their generation
     # hold: pause or stop at a step boundary that all members agree on
-    hold_why: str | None = None
+    hold_why: str | None = None  # "pause", "stop", or "change" (somebody joins or leaves)
     hold_id: int = 0
     hold_after: int | None = None
+    hold_tries: int = 0
     hold_answers: Mapping[int, HoldAnswered] = field(default_factory=dict)
     held: frozenset[int] = frozenset()
     stop_since: float | None = None
+    end: End | None = None  # how the run has ended
 
     @property
     def paused(self) -> bool:
         return self.phase == "training" and self.hold_why == "pause" and self.held >= set(self.members)
 
 
-def new(total_steps: int) -> State:
-    return State(total_steps=total_steps)
+    @property
+    def has_run(self) -> frozenset[int]:
+        """Slots whose process belongs to this run."""
+        return self.alive | self.left_out | self.joiners
+
+
+# All that a state may consist of.
+_SAVED = {
+    kind.__name__: kind
+    for kind in (State, Incident, End, Failure, HoldAnswered, RankFormed, RankReady, StepCommitted)
+}  # fmt: skip
+
+
+def to_json(state: State) -> str:
+    """For the next supervisor, should this one die."""
+    return json.dumps(to_plain(state), allow_nan=False)
+
+
+def from_json(text: str) -> State:
+    """ValueError for what this version does not write."""
+    state = from_plain(json.loads(text), _SAVED)
+    if not isinstance(state, State):
+        raise ValueError(f"Not the state of a run: {text[:100]}")
+    return state
+
+
+def new(total_steps: int, refill: bool = False) -> State:
+    return State(total_steps=total_steps, refill=refill)
 
 
 def step(now: float, state: State, event: Any) -> tuple[State, list[Action]]:
     """The next state and what to do. Events that come too late, from an old generation, change nothing."""
     if state.phase == "ended":
-        return state, []
+        # The supervisor before may have died before it could do the last things.
+        return state, _last_actions(state) if isinstance(event, Adopted) else []
     return _HANDLERS[type(event)](now, state, event)
 
 
@@ -132,17 +181,24 @@ def step(now: float, state: State, event: Any) -> tuple[State, list[Action]]:
 
 
 def _started(now: float, state: State, event: Started) -> tuple[State, list[Action]]:
-    state = replace(state, alive=frozenset(event.members))
+    state = replace(state, alive=frozenset(event.members), wanted=len(event.members))
     return _regroup(state)
 
 
 def _regroup(state: State) -> tuple[State, list[Action]]:
-    """Ask every living rank to leave its group; the next generation begins when all have answered."""
+    """Ask every living rank to leave its group; the next generation begins when all have answered.
+
+    Whoever has got a slot meanwhile enters with it.
+    """
     generation = state.generation + 1
     state = replace(
         state,
         phase="regrouping",
         generation=generation,
+        alive=state.alive | state.joiners,
+        newcomers=(state.newcomers & state.alive) | state.joiners,
+        joiners=frozenset(),
+        hold_why=None if state.hold_why == "change" else state.hold_why,
         ready={},
         formed={},
         finished=frozenset(),
@@ -159,15 +215,25 @@ def _regroup(state: State) -> tuple[State, list[Action]]:
 
 def _rank_died(now: float, state: State, event: RankDied) -> tuple[State, list[Action]]:
     rank = event.rank
-    if rank not in state.alive | state.left_out:
+    if rank not in state.has_run:
         return state, []
-    was_left_out = rank in state.left_out
+    was_left_out, had_not_entered = rank in state.left_out, rank in state.joiners
+    had_no_state = rank in state.newcomers
     state = replace(
-        state, alive=state.alive - {rank}, left_out=state.left_out - {rank}, unfenced=state.unfenced | {rank}
+        state, alive=state.alive - {rank}, left_out=state.left_out - {rank}, joiners=state.joiners - {rank},
+        leaving=state.leaving - {rank}, newcomers=state.newcomers - {rank},
+        raised={r: failure for r, failure in state.raised.items() if r != rank}, left=state.left - {rank},
     )
+    state = _unfence(state, {rank})
     kill: list[Action] = [Kill(rank, "end whatever it had started")]
+    if had_not_entered:
+        words = f"The process that was to take the place of rank {rank} is gone: {event.reason}."
+        # Also where lost ranks are not replaced: this slot was to be filled, and still is.
+        state, filled = _fill(_vacate(state, {rank}, refill=True))
+        return state, [Emit("spare_lost", words, rank), *kill, *filled]
     if was_left_out:
-        return state, kill  # already known as failed, and no member of the group
+        state, filled = _fill(_vacate(state, {rank}, state.refill))
+        return state, [*kill, *filled]  # already known as failed, and no member of the group
     at_step = state.committed + 1  # the step in flight, or the one that was to be tried again
     actions: list[Action] = [
         Emit(
@@ -186,20 +252,17 @@ def _rank_died(now: float, state: State, event: RankDied) -> tuple[State, list[A
                 f"{f' in step {state.failed_step[0]}' if state.failed_step else ''}."
             )
         return _end(state, actions, "failed", reason)
-    if event.failure == "crash":
+    if event.failure == "crash" and not had_no_state:
         # Native code that crashes on the same data takes one rank after the other: stop before all are gone.
         state, ended = _same_step_again(state, actions, state.committed + 1, (rank,), event.reason, None)
         if ended:
             return state, actions
     survivors = len(state.alive)
-    actions.append(
-        Emit(
-            "regroup_started",
-            f"Generation {state.generation + 1}: {_count(survivors)} {'go' if survivors > 1 else 'goes'} on "
-            f"without rank {rank}.",
-            rank,
-        )
-    )
+    state, filled = _fill(_vacate(state, {rank}, state.refill or had_no_state))
+    going_on = f"{_count(survivors)} {'go' if survivors > 1 else 'goes'} on without rank {rank}."
+    if filled:
+        going_on = f"a spare takes the place of rank {rank}."
+    actions += [*filled, Emit("regroup_started", f"Generation {state.generation + 1}: {going_on}", rank)]
     state, more = _regroup(state)
     return state, actions + more
 
@@ -207,7 +270,8 @@ def _rank_died(now: float, state: State, event: RankDied) -> tuple[State, list[A
 def _rank_fenced(now: float, state: State, event: RankFenced) -> tuple[State, list[Action]]:
     if event.rank not in state.unfenced:
         return state, []
-    state = replace(state, unfenced=state.unfenced - {event.rank})
+    left = {**state.unfenced, event.rank: state.unfenced[event.rank] - 1}
+    state = replace(state, unfenced={rank: number for rank, number in left.items() if number})
     if state.incident and not state.unfenced:
         state = replace(state, incident=replace(state.incident, fenced=now))
     actions: list[Action] = [
@@ -231,8 +295,8 @@ def _step_failed(now: float, state: State, event: StepFailed) -> tuple[State, li
     state = replace(state, left=state.left | {event.rank})
     if event.failure.cause == "user" and state.raised_since is None:
         state = replace(_open_incident(now, state, (), event.failure.time), raised_since=now)
-        words = f"Rank {event.rank} raised {_short(event.failure.error)} in step {event.failure.step}."
-        actions.append(Emit("rank_suspected", words, event.rank, event.failure.step))
+        words = f"Rank {event.rank} raised {_short(event.failure.error)} {_when(event.failure)}."
+        actions.append(Emit("rank_suspected", words, event.rank, _step_of(event.failure)))
     elif state.unexplained_since is None:
         state = replace(state, unexplained_since=now)
     if state.raised_since is not None and state.left >= state.alive & set(state.members):
@@ -290,15 +354,19 @@ def _maybe_go(now: float, state: State) -> tuple[State, list[Action]]:
         if rank in state.alive and failure.cause == "user"
     }
     if raised:
+        # Those that have just come hold no state yet, and have not tried the step: one of them proves nothing.
+        have = {rank for rank in state.alive if state.ready[rank].committed >= 0}
+        tried = have.intersection(raised) or raised
         # Should the run end here: what the survivors have. A rank that died may have been a step ahead.
-        state = replace(state, committed=max(state.ready[rank].committed for rank in state.alive))
-        first = min(raised, key=lambda rank: raised[rank].time)
+        state = replace(state, committed=max([0, *(state.ready[rank].committed for rank in have)]))
+        first = min(tried, key=lambda rank: raised[rank].time)
         failure = raised[first]
         all_raised = set(raised) | state.left_out
         error = {**failure.error, "rank": first, "step": failure.step, "ranks": sorted(all_raised)}
-        if failure.error.get("check"):  # a mistake that ftnb knows: another rank would make it as well
+        # A mistake that ftnb knows: another rank would make it as well.
+        if failure.error.get("check") and first in have:
             return _end(state, actions, "failed", f"In {_place(failure)}: {failure.error.get('evalue')}", error)
-        if set(raised) == state.alive:
+        if have and have <= raised.keys():
             everyone = "Every rank" if len(all_raised) > 1 else f"Rank {first}, the only one left,"
             return _end(
                 state,
@@ -308,18 +376,19 @@ def _maybe_go(now: float, state: State) -> tuple[State, list[Action]]:
                 "code. Nothing was killed; look at the ranks with %%px, mend the cell and run it again.",
                 error,
             )
-        state, ended = _same_step_again(
-            state, actions, failure.step, tuple(sorted(raised)), f"raised {_short(failure.error)}", error
-        )
-        if ended:
-            return state, actions
+        if first in have:
+            blamed = tuple(sorted(tried))
+            what = f"raised {_short(failure.error)}"
+            state, ended = _same_step_again(state, actions, failure.step, blamed, what, error)
+            if ended:
+                return state, actions
         for rank in sorted(raised):
             actions.append(
                 Emit(
                     "rank_failed",
                     f"Rank {rank} raised {_short(raised[rank].error)}.",
                     rank,
-                    raised[rank].step,
+                    _step_of(raised[rank]),
                     {"failure": "exception"},
                 )
             )
@@ -332,14 +401,21 @@ def _maybe_go(now: float, state: State) -> tuple[State, list[Action]]:
                 )
             )
         survivors = len(state.alive) - len(raised)
+        going_on = f"{'try' if survivors > 1 else 'tries'} step {failure.step} again"
+        if first not in have:
+            going_on = f"{'go' if survivors > 1 else 'goes'} on"
         actions.append(
             Emit(
                 "regroup_started",
-                f"Generation {state.generation}: {_count(survivors)} {'try' if survivors > 1 else 'tries'} step "
-                f"{failure.step} again without {_ranks(raised)}.",
+                f"Generation {state.generation}: {_count(survivors)} {going_on} without {_ranks(raised)}.",
             )
         )
-        state = replace(state, alive=state.alive - set(raised), left_out=state.left_out | set(raised))
+        state = replace(
+            state,
+            alive=state.alive.difference(raised),
+            left_out=state.left_out.union(raised),
+            newcomers=state.newcomers.difference(raised),
+        )
         if state.incident:
             incident = state.incident
             state = replace(
@@ -350,7 +426,10 @@ def _maybe_go(now: float, state: State) -> tuple[State, list[Action]]:
             )
     members = tuple(sorted(state.alive))
     # A rank that is left out may have been a step ahead of all others: that step is done again without it.
-    committed = max(state.ready[rank].committed for rank in members)
+    committed = max((state.ready[rank].committed for rank in members), default=-1)
+    if committed < 0:
+        reason = "All ranks that held the state of the training are lost; those that were to join had none yet."
+        return _end(state, actions, "failed", reason)
     first_step = committed + 1
     behind = tuple(rank for rank in members if state.ready[rank].committed < committed)
     source = next(rank for rank in members if state.ready[rank].committed == committed) if behind else None
@@ -413,6 +492,14 @@ def _rank_formed(now: float, state: State, event: RankFormed) -> tuple[State, li
                 {"world_size": len(state.members), "members": list(state.members)},
             )
         )
+    actions += [
+        Emit(
+            "rank_joined", f"Rank {rank} has joined with the state after step {state.first_step - 1}.", rank,
+            state.first_step, {"world_size": len(state.members)},
+        )
+        for rank in sorted(state.newcomers)
+    ]
+    state = replace(state, newcomers=frozenset())
     if state.hold_why == "pause" and state.first_step > state.total_steps:
         state = replace(state, hold_why=None)
     # A wish that came after the Go was kept until here: a rank may take its Go in later than a hold or a
@@ -427,7 +514,8 @@ def _rank_formed(now: float, state: State, event: RankFormed) -> tuple[State, li
     for commit in early:
         state, more = _step_committed(now, state, commit)
         actions += more
-    return state, actions
+    state, more = _want_change(state)
+    return state, actions + more
 
 
 def _step_committed(now: float, state: State, event: StepCommitted) -> tuple[State, list[Action]]:
@@ -447,13 +535,15 @@ def _step_committed(now: float, state: State, event: StepCommitted) -> tuple[Sta
     if state.left_out:
         # The step worked without them, so the fault was theirs: now they are fenced for good.
         actions += [Kill(rank, "its step has been committed without it") for rank in sorted(state.left_out)]
-        state = replace(state, left_out=frozenset())
+        state, filled = _fill(_vacate(replace(state, left_out=frozenset()), state.left_out, state.refill))
+        actions += filled
     if state.failed_step and event.step >= state.failed_step[0]:
         state = replace(state, failed_step=None)
     if state.incident and event.generation > state.incident.broke:
         actions.append(_recovered(state, state.incident, event))
         state = replace(state, incident=None)
-    return state, actions
+    state, more = _want_change(state)
+    return state, actions + more
 
 
 def _recovered(state: State, incident: Incident, commit: StepCommitted) -> Emit:
@@ -508,7 +598,7 @@ def _hold_wanted(now: float, state: State, event: HoldWanted) -> tuple[State, li
         if state.paused:
             actions: list[Action] = []
             return _end(state, actions, "stopped", f"Stopped on request after step {state.committed}.")
-    elif state.hold_why is not None:
+    elif state.hold_why not in (None, "change"):
         return state, []
     state = replace(state, hold_why=event.why)
     if state.phase != "training":
@@ -516,11 +606,13 @@ def _hold_wanted(now: float, state: State, event: HoldWanted) -> tuple[State, li
     return _send_hold(state, max(event.max_step, state.committed) + 2)
 
 
-def _send_hold(state: State, after_step: int) -> tuple[State, list[Action]]:
+def _send_hold(state: State, after_step: int, tries: int = 0) -> tuple[State, list[Action]]:
     hold_id = state.hold_id + 1
     # Never the same step twice in one generation: "held" then always belongs to the newest proposal.
     after_step = max(after_step, (state.hold_after or 0) + 1)
-    state = replace(state, hold_id=hold_id, hold_after=after_step, hold_answers={}, held=frozenset())
+    state = replace(
+        state, hold_id=hold_id, hold_after=after_step, hold_tries=tries, hold_answers={}, held=frozenset()
+    )
     return state, [SendHold(state.members, hold_id, after_step)]
 
 
@@ -534,7 +626,7 @@ def _hold_answered(now: float, state: State, event: HoldAnswered) -> tuple[State
         return state, []
     # Somebody is beyond the proposed step already: propose one further ahead.
     ahead = max(answer.step for answer in state.hold_answers.values())
-    return _send_hold(state, ahead + 2 * (state.hold_id + 1))
+    return _send_hold(state, ahead + 2 ** (state.hold_tries + 2), state.hold_tries + 1)
 
 
 def _rank_held(now: float, state: State, event: RankHeld) -> tuple[State, list[Action]]:
@@ -551,6 +643,8 @@ def _rank_held(now: float, state: State, event: RankHeld) -> tuple[State, list[A
     if state.hold_why == "stop":
         actions: list[Action] = []
         return _end(state, actions, "stopped", f"Stopped on request after step {event.step}.")
+    if state.hold_why == "change":
+        return _change(state)
     actions = []
     state = _close_incident(now, state, actions, event.rank)
     return state, [*actions, Emit("paused", f"Paused after step {event.step}.", None, event.step)]
@@ -559,15 +653,80 @@ def _rank_held(now: float, state: State, event: RankHeld) -> tuple[State, list[A
 def _unpause(now: float, state: State, event: Unpause) -> tuple[State, list[Action]]:
     if state.hold_why != "pause":
         return state, []
-    state = replace(state, hold_why=None, hold_id=state.hold_id + 1)
     actions: list[Action] = [
         Emit("unpaused", f"Goes on with step {state.committed + 1}.", None, state.committed)
     ]
+    if state.phase == "training" and (state.joiners or _can_leave(state)):
+        # They are at a step boundary, or on their way to one: this hold goes on, for another reason.
+        state = replace(state, hold_why="change")
+        if state.held >= set(state.members):
+            state, more = _change(state)
+            actions += more
+        return state, actions
+    state = replace(state, hold_why=None, hold_id=state.hold_id + 1)
     if state.phase == "training":
         state = replace(state, held=frozenset())
         actions.insert(0, SendRelease(state.members))
     # While a generation forms, the release waits until all have taken their Go in (see _rank_formed).
     return state, actions
+
+
+def _spare_ready(now: float, state: State, event: SpareReady) -> tuple[State, list[Action]]:
+    state, actions = _fill(replace(state, spares=state.spares + 1), first=event.rank)
+    state, more = _want_change(state)
+    return state, actions + more
+
+
+def _spare_lost(now: float, state: State, event: SpareLost) -> tuple[State, list[Action]]:
+    return replace(state, spares=max(0, state.spares - 1)), []
+
+
+def _resized(now: float, state: State, event: Resized) -> tuple[State, list[Action]]:
+    """Slots that are missing become vacant, those beyond the new number leave at the next step boundary."""
+    slots = frozenset(range(event.num_ranks))
+    given_up = state.joiners - slots  # have not entered yet, so they can go at once
+    state = replace(
+        state,
+        wanted=event.num_ranks,
+        vacant=slots - state.has_run,
+        joiners=state.joiners & slots,
+        leaving=state.alive - slots,
+    )
+    actions: list[Action] = []
+    if given_up:
+        actions += [SendDrop(tuple(sorted(given_up))), Release(tuple(sorted(given_up)))]
+    state, filled = _fill(state)
+    state, more = _want_change(state)
+    return state, [*actions, *filled, *more]
+
+
+def _adopted(now: float, state: State, event: Adopted) -> tuple[State, list[Action]]:
+    """A new supervisor: go on as if nothing had happened where that is certain, else begin a new generation."""
+    state = replace(state, spares=0)  # those that are there are told anew
+    # Nobody has taken the slot: the supervisor before died first. (Or who was left out of it still lives.)
+    missing = {
+        rank for rank in state.joiners if rank not in event.standing or event.standing[rank].generation > 0
+    }  # fmt: skip
+    state = _vacate(replace(state, joiners=state.joiners - missing), missing, refill=True)
+    state = _unfence(state, missing)
+    actions: list[Action] = [Kill(rank, "its slot is to be filled anew") for rank in sorted(missing)]
+    standing = [event.standing[rank] for rank in state.members if rank in event.standing]
+    stages = ("held",) if state.paused else ("training", "finished")
+    if (
+        state.phase == "training"
+        and (state.hold_why is None or state.paused)
+        and not state.left_out
+        and state.raised_since is None
+        and state.unexplained_since is None
+        and all(s.generation == state.generation and s.stage in stages for s in standing)
+    ):
+        # They may still be told to stop at a step where nobody expects them any more.
+        return state, [*actions, *([] if state.paused else [SendRelease(state.members)])]
+    if not event.standing:
+        return state, actions  # their deaths will be told
+    reason = f"Generation {state.generation + 1}: all ranks connect again, under the new supervisor."
+    state, more = _regroup(state)
+    return state, [*actions, Emit("regroup_started", reason), *more]
 
 
 def _give_up(now: float, state: State, event: GiveUp) -> tuple[State, list[Action]]:
@@ -585,6 +744,10 @@ _HANDLERS = {
     RankFormed: _rank_formed,
     StepCommitted: _step_committed,
     RankFinished: _rank_finished,
+    SpareReady: _spare_ready,
+    SpareLost: _spare_lost,
+    Resized: _resized,
+    Adopted: _adopted,
     HoldWanted: _hold_wanted,
     HoldAnswered: _hold_answered,
     RankHeld: _rank_held,
@@ -594,6 +757,64 @@ _HANDLERS = {
 
 
 # --- helpers -----------------------------------------------------------------------------------------------
+
+
+def _vacate(state: State, ranks: Any, refill: bool) -> State:
+    """Slots that have lost their process are to be filled again, if that is wanted."""
+    wanted = {rank for rank in ranks if rank < state.wanted} if refill else set()
+    return replace(state, vacant=state.vacant | wanted)
+
+
+def _unfence(state: State, ranks: Any) -> State:
+    """One more process of each of these slots has to be fenced before a generation may begin."""
+    more = {rank: state.unfenced.get(rank, 0) + 1 for rank in ranks}
+    return replace(state, unfenced={**state.unfenced, **more})
+
+
+def _fill(state: State, first: int | None = None) -> tuple[State, list[Action]]:
+    """Give vacant slots (`first` before others) to the processes that are ready."""
+    order = sorted(state.vacant, key=lambda rank: (rank != first, rank))
+    taken = order[: state.spares]
+    state = replace(
+        state,
+        vacant=state.vacant.difference(taken),
+        spares=state.spares - len(taken),
+        joiners=state.joiners.union(taken),
+    )
+    return state, [TakeSpare(rank) for rank in taken]
+
+
+def _want_change(state: State) -> tuple[State, list[Action]]:
+    """Let the members stop at a step boundary when somebody is to join or to leave."""
+    if state.phase != "training" or state.hold_why or not (state.joiners or _can_leave(state)):
+        return state, []
+    return _send_hold(replace(state, hold_why="change"), state.committed + 2)
+
+
+def _change(state: State) -> tuple[State, list[Action]]:
+    """All members stand at a step boundary: take in who joins, let go who leaves."""
+    leaving = _can_leave(state)
+    state = replace(state, hold_why=None, leaving=state.leaving - leaving, alive=state.alive - leaving)
+    if not (leaving or state.joiners):
+        return replace(state, held=frozenset()), [SendRelease(state.members)]
+    words = [f"{_ranks(state.joiners)} {_joins(state.joiners)}"] if state.joiners else []
+    words += [f"{_ranks(leaving)} {'leave' if len(leaving) > 1 else 'leaves'}"] if leaving else []
+    reason = f"Generation {state.generation + 1}: {' and '.join(words)} after step {state.committed}."
+    actions: list[Action] = [Emit("regroup_started", reason, None, state.committed)]
+    if leaving:
+        actions += [SendDrop(tuple(sorted(leaving))), Release(tuple(sorted(leaving)))]
+    state, more = _regroup(state)
+    return state, actions + more
+
+
+def _can_leave(state: State) -> frozenset[int]:
+    """Of those that shall leave; where no other holds the state, one stays until a newcomer has got it."""
+    leaving = state.leaving & state.alive
+    return leaving if state.alive - leaving else leaving - {min(leaving, default=0)}
+
+
+def _joins(ranks: Any) -> str:
+    return "join" if len(ranks) > 1 else "joins"
 
 
 def _open_incident(now: float, state: State, ranks: tuple[int, ...], fault_time: float) -> State:
@@ -647,10 +868,16 @@ def _end(
     state: State, actions: list[Action], outcome: str, reason: str, error: Mapping[str, Any] | None = None
 ) -> tuple[State, list[Action]]:
     """Close the books and let every living rank go; appends to `actions` and returns it."""
-    actions.append(CloseGeneration(state.generation, state.committed))
-    actions.append(SendDrop(tuple(sorted(state.alive | state.left_out))))
-    actions.append(End(outcome, reason, error))
-    return replace(state, phase="ended"), actions
+    state = replace(state, phase="ended", end=End(outcome, reason, error))
+    actions += _last_actions(state)
+    return state, actions
+
+
+def _last_actions(state: State) -> list[Action]:
+    assert state.end is not None
+    return [
+        CloseGeneration(state.generation, state.committed), SendDrop(tuple(sorted(state.has_run))), state.end,
+    ]  # fmt: skip
 
 
 def _ranks(ranks: Any) -> str:
@@ -662,6 +889,14 @@ def _ranks(ranks: Any) -> str:
 
 def _count(ranks: int) -> str:
     return "1 rank" if ranks == 1 else f"{ranks} ranks"
+
+
+def _step_of(failure: Failure) -> int | None:
+    return failure.step if failure.step >= 0 else None  # it has no state yet, so it was in no step
+
+
+def _when(failure: Failure) -> str:
+    return f"in step {failure.step}" if failure.step >= 0 else "while it took over the state of the training"
 
 
 def _place(failure: Failure) -> str:

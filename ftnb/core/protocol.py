@@ -29,6 +29,41 @@ class Started:
 
 
 @dataclass(frozen=True)
+class SpareReady:
+    """A process without a slot has run the cell and can take one. `rank`: the slot it was started for, if any."""
+
+    rank: int | None = None
+
+
+@dataclass(frozen=True)
+class SpareLost:
+    """One of the processes that were ready for a slot is gone."""
+
+
+@dataclass(frozen=True)
+class Resized:
+    """The run shall have the slots 0 … num_ranks-1 from now on."""
+
+    num_ranks: int
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a rank was found by a new supervisor."""
+
+    generation: int
+    stage: str  # "waiting", "ready", "training", "held", "finished"
+    committed: int
+
+
+@dataclass(frozen=True)
+class Adopted:
+    """A new supervisor is in charge. `standing` has the ranks that live; the death of others is told next."""
+
+    standing: Mapping[int, Standing]
+
+
+@dataclass(frozen=True)
 class RankDied:
     rank: int
     failure: str  # "kill", "exit", "crash", "unknown"
@@ -52,7 +87,7 @@ class StepFailed:
 class RankReady:
     rank: int
     generation: int
-    committed: int
+    committed: int  # -1: it holds no state of the training (it has just come, or a copy was broken off)
     in_flight: int | None = None  # the step it was in when it had to leave
     failure: Failure | None = None
 
@@ -130,6 +165,13 @@ class Kill:
 
 
 @dataclass(frozen=True)
+class TakeSpare:
+    """Give this slot to one of the processes that are ready, before anything else is sent to it."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
 class SendRegroup:
     generation: int
     ranks: tuple[int, ...]
@@ -160,6 +202,13 @@ class SendRelease:
 @dataclass(frozen=True)
 class SendDrop:
     """The run is over for these ranks (or goes on without them)."""
+
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Release:
+    """These slots are given up: the run has shrunk on purpose."""
 
     ranks: tuple[int, ...]
 
@@ -197,6 +246,8 @@ class End:
 
 Action = (
     Kill
+    | TakeSpare
+    | Release
     | SendRegroup
     | SendGo
     | SendHold

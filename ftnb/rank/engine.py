@@ -21,7 +21,8 @@ def main(nanny: Any = None) -> None:
     from ftnb.rank.agent import Agent
 
     connection = Connection.load(Path(os.environ["FTNB_CONNECTION"]))
-    engine.agent = Agent(connection, int(os.environ["FTNB_RANK"]), float(os.environ.get("FTNB_LINGER_S", "60")))
+    rank = int(os.environ["FTNB_RANK"])  # -1: a spare, which has no rank yet
+    engine.agent = Agent(connection, rank if rank >= 0 else None, float(os.environ.get("FTNB_LINGER_S", "60")))
     engine.agent.start()
 
     from ipyparallel.engine import app

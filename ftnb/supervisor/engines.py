@@ -64,7 +64,9 @@ class Engines:
     ) -> None:
         self._environment = environment
         self.cluster_id = recorded["cluster_id"] if recorded else f"ftnb-{os.getpid()}-{time.time_ns() // 1_000_000}"
-        self._mark = f"FTNB_CLUSTER={self.cluster_id}"
+        # Every process of the cluster has it in its environment.
+        self._token = environment.get("FTNB_CLUSTER", self.cluster_id)
+        self._mark = f"FTNB_CLUSTER={self._token}"
         self._private_dir = cluster_dir / "profile"
         self._log_dir = self._private_dir / "log"
         self._log_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -81,10 +83,10 @@ class Engines:
         self._controller_changes = asyncio.Lock()
         self._controller = Controller(
             self.cluster_id, self._profile.directory if self._profile else self._private_dir, self._private_dir,
-            {"FTNB_CLUSTER": self.cluster_id}, self.watch, lambda words: self.on_controller_exit(words),
+            {"FTNB_CLUSTER": self._token}, self.watch, lambda words: self.on_controller_exit(words),
             self._profile.controller_args if self._profile else ["--ip=127.0.0.1"],
         )
-        self._forks = ForkServer({**environment, "FTNB_CLUSTER": self.cluster_id}, self._log_dir / "forkserver.log",
+        self._forks = ForkServer({**environment, "FTNB_CLUSTER": self._token}, self._log_dir / "forkserver.log",
                                  self.watch)  # fmt: skip
         _adopt_orphans()
         if recorded is not None:
@@ -157,7 +159,7 @@ class Engines:
         output = self._log_dir / f"{key}.log"
         engine = self._engines[key] = _Engine(engine_id, token, str(output))
         whole = {
-            **self._environment, **environment, "FTNB_CLUSTER": self.cluster_id, "FTNB_ENGINE": token,
+            **self._environment, **environment, "FTNB_CLUSTER": self._token, "FTNB_ENGINE": token,
             "IPP_CLUSTER_ID": self.cluster_id, "IPP_PROFILE_DIR": str(self._controller.profile_dir),
             "IPP_CONNECTION_INFO": self._controller.for_engines(),
         }

@@ -1,9 +1,10 @@
 """A world of ranks that speak the planner's protocol, in plain Python: no processes, no torch, no waiting.
 
-`World` plays the supervisor's part (it feeds `planner.step` and `StepAssembler` and carries out the actions)
-and moves everything else one small step at a time, in an order that its random generator decides: the
-training thread and the agent of each rank, the messages on each of a rank's three sockets, and the news of
-deaths. What a rank does follows ftnb/rank/loop.py and ftnb/rank/orders.py.
+`World` plays the supervisor's part (it feeds `planner.step` and `StepAssembler`, carries out the actions, and starts
+what `keeper` says) and moves everything else one small step at a time, in an order that its random generator decides:
+the training thread and the agent of each rank, the messages on each of a rank's three sockets, the news of deaths, the
+starts of processes. The supervisor itself may die at any moment, in the middle of carrying something out, and
+another goes on with the state that was saved.
 
 The promises of the planner are asserted while the world moves, so a test only has to make trouble.
 """
@@ -12,267 +13,22 @@ from __future__ import annotations
 
 import json
 import random
-from collections import deque
-from dataclasses import dataclass, field
-from functools import cache
 
-from ftnb.core import planner
+from simulated_rank import DATASET_LEN, GLOBAL_BATCH, Group, Rank, share_of
+
+from ftnb.core import keeper, planner
 from ftnb.core.events import make_event
 from ftnb.core.ledger import StepAssembler
-from ftnb.core.sampler import batch_at, digest, digest_hex, split
-
-DATASET_LEN, GLOBAL_BATCH = 7, 3  # three steps an epoch, the last one with a single sample
+from ftnb.core.sampler import batch_at, digest, digest_hex
 
 # What a rank says to the supervisor; each of these may be repeated at any time and must then do nothing.
 FROM_RANKS = (
-    planner.RankDied, planner.RankFenced, planner.StepFailed, planner.RankReady, planner.RankFormed,
+    planner.RankDied, planner.StepFailed, planner.RankReady, planner.RankFormed,
     planner.StepCommitted, planner.RankFinished, planner.HoldAnswered, planner.RankHeld,
 )  # fmt: skip
-
-
-@cache
-def share_of(step: int, torch_rank: int, world_size: int) -> tuple[int, int]:
-    """(number of samples, digest) of one rank's share of `step`."""
-    batch = batch_at(step, DATASET_LEN, GLOBAL_BATCH)
-    start, stop = split(batch.start, batch.stop, world_size)[torch_rank]
-    return stop - start, digest(range(start, stop))
-
-
-@dataclass
-class Group:
-    """The process group of one generation."""
-
-    order: planner.SendGo
-    entered: dict[object, set[int]] = field(default_factory=dict)  # who has called which collective
-    gone: set[int] = field(default_factory=set)  # whose connections are closed
-    sent: dict[int, list] = field(default_factory=dict)  # state on its way to those who are behind
-
-
-class Rank:
-    """One rank: `agent` obeys the supervisor's next message, `train` is the next bit of the training loop."""
-
-    def __init__(self, world: World, number: int) -> None:
-        self.world, self.number = world, number
-        self.inbox: deque = deque()
-        self.up = {"agent": deque(), "work": deque(), "reports": deque()}
-        self.num_reports = 0  # sent
-        self.dead = False
-        self.raised = False  # by the user's code, ever
-        self.armed: str | None = None  # where its user code is going to raise next
-        # the weights: which step was applied by which generation with which members
-        self.history: list[tuple[int, int, tuple[int, ...]]] = []
-        self.spoiled = False  # raised in the middle of an update: its weights are worth nothing
-        self.in_flight: int | None = None
-        self.last_commit: tuple[int, int, float] | None = None
-        # ftnb/rank/orders.py
-        self.wanted, self.go, self.dropped = 0, None, False
-        self.hold: int | None = None
-        self.step_entered = 0
-        # ftnb/rank/loop.py
-        self.at = "next"
-        self.generation = 0
-        self.failure: planner.Failure | None = None
-        self.group: Group | None = None
-        self.aborted = False
-        self.step = 0
-
-    @property
-    def committed(self) -> int:
-        return len(self.history)
-
-    # --- the agent thread
-
-    def agent(self) -> bool:
-        if self.dead or not self.inbox:
-            return False
-        order = self.inbox.popleft()
-        if isinstance(order, planner.SendRegroup):
-            self.wanted = max(self.wanted, order.generation)
-            self.aborted = True
-        elif isinstance(order, planner.SendGo):
-            self.go = order
-        elif isinstance(order, planner.SendHold):
-            accepted = self.step_entered <= order.after_step
-            if accepted:
-                self.hold = order.after_step
-            answer = planner.HoldAnswered(self.number, order.hold_id, accepted, self.step_entered)
-            self.up["agent"].append((answer, None, 0))
-        elif isinstance(order, planner.SendRelease):
-            self.hold = None
-        elif isinstance(order, planner.SendDrop):
-            self.dropped = self.aborted = True
-        return True
-
-    def beat(self) -> bool:
-        if self.dead or self.last_commit is None or len(self.up["agent"]) > 2:
-            return False
-        self.up["agent"].append((None, self.last_commit, 0))
-        return True
-
-    # --- the training thread
-
-    def train(self) -> bool:
-        """False when it has to wait for somebody else."""
-        return not self.dead and getattr(self, f"_{self.at}")()
-
-    def _next(self) -> bool:
-        if self.dropped:
-            self.at = "gone"
-            return True
-        if self.wanted <= self.generation:
-            return False
-        self.generation = self.wanted
-        self._tell(planner.RankReady(self.number, self.generation, self.committed, self.in_flight, self.failure))
-        self.failure = None
-        self.at = "wait_go"
-        return True
-
-    def _wait_go(self) -> bool:
-        if self._has_to_leave():
-            return True
-        if self.go is None or self.go.generation != self.generation:
-            return False
-        order, self.go = self.go, None
-        self.hold = order.hold_after
-        self.step_entered = order.first_step - 1
-        self.group, self.aborted = self.world.groups[order.generation], False
-        self.at = "form"
-        return True
-
-    def _form(self) -> bool:
-        if self._has_to_leave():
-            return True
-        return self._collective("form", then="share")
-
-    def _share(self) -> bool:
-        order, sent = self.group.order, self.group.sent
-        if self.number == order.source and len(sent) < len(order.behind):
-            sent[order.behind[len(sent)]] = list(self.history)
-            return True
-        if self.number in order.behind:
-            if self.number in sent and not (self._broken() and self.world.rng.random() < 0.5):
-                self.history = sent[self.number]
-                self.world.check_histories()
-            elif self._broken():
-                return self._fail("collective")
-            else:
-                return False
-        self.in_flight = None
-        self._tell(planner.RankFormed(self.number, self.generation, self.world.now, self.world.now))
-        self.step = order.first_step
-        self.at = "enter"
-        return True
-
-    def _enter(self) -> bool:
-        if self._has_to_leave():
-            return True
-        if self.step > self.world.total_steps:
-            self.at = "finish"
-        elif self.hold is not None and self.step > self.hold:
-            self._tell(planner.RankHeld(self.number, self.generation, self.hold), self.last_commit)
-            self.at = "held"
-        else:
-            self.step_entered = self.step
-            self.at = "forward"
-        return True
-
-    def _held(self) -> bool:
-        if self._has_to_leave():
-            return True
-        if self.hold is not None and self.step > self.hold:
-            return False
-        self.at = "enter"
-        return True
-
-    def _forward(self) -> bool:
-        self.in_flight = self.step
-        if self.armed == "forward" or self.step == self.world.bad_step:
-            return self._fail("user")
-        members = self.group.order.members
-        self.num_reports += 1
-        fetched = (self.generation, self.step, self.number, members)
-        self.up["reports"].append((fetched, self.last_commit, 0))
-        self.at = "reduce"
-        return True
-
-    def _reduce(self) -> bool:
-        if not self._collective(("step", self.step), then="update"):
-            return False
-        if self.at == "update":  # nothing interrupts the update
-            self._update()
-        return True
-
-    def _update(self) -> None:
-        if self.armed == "update":
-            self.spoiled = True
-            self._fail("user")
-            return
-        self.history.append((self.step, self.generation, self.group.order.members))
-        self.in_flight = None
-        self.last_commit = (self.generation, self.step, self.world.now)
-        self.world.check_histories()
-        self.step += 1
-        self.at = "enter"
-        if self.armed == "evaluate":
-            self._fail("user")
-
-    def _finish(self) -> bool:
-        if self.world.has_buffers and self.at == "finish":
-            if not self._collective("finish", then="finished"):
-                return False
-            if self.at != "finished":
-                return True
-        self._tell(planner.RankFinished(self.number, self.generation), self.last_commit)
-        self.group = None
-        self.at = "next"
-        return True
-
-    def _gone(self) -> bool:
-        return False
-
-    def _has_to_leave(self) -> bool:
-        if self.dropped or self.wanted > self.generation:
-            if self.group is not None:
-                self.group.gone.add(self.number)
-            self.group = None
-            self.at = "gone" if self.dropped else "next"
-            return True
-        return False
-
-    def _broken(self) -> bool:
-        if self.aborted:
-            return True
-        ranks, group = self.world.ranks, self.group
-        # Where DataLoader workers hold copies of the sockets, a peer's end goes unnoticed.
-        return self.world.notices_peers and any(peer in group.gone or ranks[peer].dead for peer in group.order.members)
-
-    def _collective(self, name: object, then: str) -> bool:
-        """Done when every member has called it. In a broken group some may get the result, others not."""
-        entered = self.group.entered.setdefault(name, set())
-        entered.add(self.number)
-        complete = entered >= set(self.group.order.members)
-        if self._broken() and not (complete and self.world.rng.random() < 0.5):
-            return self._fail("collective")
-        if complete:
-            self.at = then
-        return complete
-
-    def _fail(self, cause: str) -> bool:
-        step = self.in_flight if self.in_flight is not None else self.committed
-        error = {}
-        if cause == "user":
-            self.raised, self.armed = True, None
-            self.world.raised_in.append((self.generation, step, self.number))
-            error = {"etype": "ValueError", "evalue": f"on rank {self.number}"}
-        self.failure = planner.Failure(cause, step, self.world.now, error)
-        self._tell(planner.StepFailed(self.number, self.generation, self.failure))
-        self.group.gone.add(self.number)
-        self.group = None
-        self.at = "next"
-        return True
-
-    def _tell(self, event: object, commit: object = None) -> None:
-        self.up["work"].append((event, commit, self.num_reports))
+# What is written to files. How that is made safe against the supervisor's death is not the planner's business, so
+# here it is never lost.
+BOOKS = (planner.Emit, planner.OpenGeneration, planner.CloseGeneration)
 
 
 class World:
@@ -286,35 +42,46 @@ class World:
         notices_peers: bool = True,
         has_buffers: bool = True,
         reports_first: bool = True,
+        refill: bool = False,
+        num_spares: int = 0,
         seed: int = 0,
     ) -> None:
         self.total_steps = total_steps
         self.notices_peers, self.has_buffers, self.reports_first = notices_peers, has_buffers, reports_first
         self.rng = random.Random(seed)
         self.now = 1000.0
-        self.ranks = [Rank(self, number) for number in range(num_ranks)]
+        self.ranks = [Rank(self, number) for number in range(num_ranks)]  # per slot, who fills it or was the last to
+        self.former: list[Rank] = []  # had a slot that another process has now
+        self.pool: list[Rank] = []  # have no slot
+        self.num_spares, self.keeper = num_spares, keeper.State()
+        self.refill, self.keeps = refill, refill or num_spares > 0  # somebody starts processes
         self.groups: dict[int, Group] = {}
         self.assembler = StepAssembler(DATASET_LEN, GLOBAL_BATCH)
         self.lines: list = []
         self.actions: list = []  # all that were ever taken
-        self.delivered: list = []  # messages of ranks, to be repeated later
-        self.num_read = [0] * num_ranks  # reports read, per rank
+        self.delivered: list = []  # (process, message), to be repeated later
         self.max_step_seen = 0
-        self.unheard_deaths: dict[int, planner.RankDied] = {}
-        self.unfenced: set[int] = set()
+        self.unheard_deaths: dict[Rank, planner.RankDied] = {}
+        self.unfenced: list[int] = []  # slots; once for each process whose end is not confirmed
+        self.down = False  # the supervisor is dead
+        self.dies_after: int | None = None  # it dies when it has carried out so many of the next actions
+        self.num_adoptions = 0
+        self.planned_generation = 0  # the last one that was begun on purpose
         self.raised_in: list[tuple[int, int, int]] = []  # (generation, step, rank)
         self.crashes = 0
         self.bad_step: int | None = None  # whoever tries this step raises
         self.breaks = 0  # connections that broke for no reason
         self.stop_wanted = self.given_up = False
         self.end: planner.End | None = None
-        self.state = planner.new(total_steps)
+        self.state = planner.new(total_steps, refill)
         self.handle(planner.Started(tuple(range(num_ranks))))
 
     # --- trouble and commands
 
     def die(self, number: int, how: str = "kill") -> None:
-        rank = self.ranks[number]
+        self.lose(self.ranks[number], how)
+
+    def lose(self, rank: Rank, how: str = "kill") -> None:
         if rank.dead:
             return
         rank.dead = True
@@ -322,9 +89,82 @@ class World:
         for name, channel in rank.up.items():  # what had not left yet is lost
             for _ in range(self.rng.randint(0, len(channel))):
                 channel.pop()
-            rank.num_reports -= name == "reports" and rank.num_reports - self.num_read[number] - len(channel)
+            rank.num_reports -= name == "reports" and rank.num_reports - rank.num_read - len(channel)
         self.crashes += how == "crash"
-        self.unheard_deaths[number] = planner.RankDied(number, how, "it was killed (SIGKILL)", self.now)
+        number = -1 if rank.number is None else rank.number
+        if not rank.released:
+            self.unheard_deaths[rank] = planner.RankDied(number, how, "it was killed (SIGKILL)", self.now)
+
+    def lose_pooled(self, index: int) -> None:
+        """One of the processes without a slot dies; it may be starting, or ready."""
+        if self.pool:
+            self.lose(self.pool[index % len(self.pool)])
+
+    def kill_supervisor(self, after: int | None = None) -> None:
+        """Now, or when it has carried out `after` of the actions it decides on next."""
+        if after is None:
+            self._supervisor_is_gone()
+        elif not self.down:
+            self.dies_after = after
+
+    def _supervisor_is_gone(self) -> None:
+        self.down, self.dies_after = True, None
+        self.saved = planner.to_json(self.state)
+        for rank in self.ranks:  # of what it had sent, the last may not have left
+            for _ in range(self.rng.choice((0, 0, 1, 2))):
+                if rank.inbox:
+                    rank.inbox.pop()
+        for rank in [*self.ranks, *self.pool]:  # and what it was sent has been for nothing
+            for name in ("agent", "work"):
+                for _ in range(self.rng.randint(0, len(rank.up[name]))):
+                    rank.up[name].popleft()
+
+    def adopt(self) -> bool:
+        """A new supervisor takes over. What it does besides telling the planner is the supervisor's duty."""
+        if not self.down:
+            return False
+        self.down = False
+        self.num_adoptions += 1
+        saved, self.state = self.state, planner.from_json(self.saved)
+        assert self.state == saved
+        for number, rank in enumerate(self.ranks):
+            # Its end was decided, but not carried out (or it was told so, and never heard it).
+            if self.end is not None or number not in self.state.has_run:
+                rank.inbox.append(planner.SendDrop((number,)))
+                if self.end is None:
+                    self._release(rank)
+        if self.end is not None:
+            return True
+        for rank in self.pool:
+            rank.said_ready = False
+            rank.up["work"].clear()
+            if rank.has_run_cell and not rank.dead:
+                rank.tell_ready()
+        self.unfenced = [number for number, times in self.state.unfenced.items() for _ in range(times)]
+        there = {n: self._process_at(n) for n in self.state.has_run if not self._process_at(n).released}
+        for number in sorted(self.state.has_run):
+            rank = self._process_at(number)
+            if rank.dead:
+                self.unheard_deaths[rank] = planner.RankDied(number, "unknown", "it is not there any more", self.now)
+        self.handle(planner.Adopted({n: rank.standing() for n, rank in there.items() if not rank.dead}))
+        for rank in there.values():
+            if not rank.dead and rank.standing().stage == "finished":
+                rank.tell_finished()
+        return True
+
+    def resize(self, num_ranks: int) -> None:
+        if not self.down:
+            self.keeps = True
+            self.keeper = keeper.forgive(self.keeper)
+            self.handle(planner.Resized(num_ranks))
+
+    def can_spare(self, number: int) -> bool:
+        """Without this one, another that is well would be left with the most advanced state."""
+        alive = [self.ranks[n] for n in self.state.alive if n < len(self.ranks)]
+        well = [r for r in alive if r.has_state and not (r.dead or r.raised or r.armed)]
+        well = [rank for rank in well if rank.number not in self.state.leaving]
+        most = max((rank.committed for rank in well), default=0)
+        return any(rank.committed == most for rank in well if rank.number != number)
 
     def raise_in(self, number: int, where: str = "forward") -> None:
         self.ranks[number].armed = where
@@ -337,28 +177,34 @@ class World:
             self.breaks += 1
 
     def pause(self) -> None:
-        if self.state.hold_why != "pause":  # as ActiveRun.pause
+        if not self.down and self.state.hold_why != "pause":  # as ActiveRun.pause
             self.handle(planner.HoldWanted("pause", self.max_step_seen))
 
     def unpause(self) -> None:
-        self.handle(planner.Unpause())
+        if not self.down:
+            self.handle(planner.Unpause())
 
     def stop(self) -> None:
-        self.stop_wanted = True
-        self.handle(planner.HoldWanted("stop", self.max_step_seen))
+        if not self.down:
+            self.stop_wanted = True
+            self.handle(planner.HoldWanted("stop", self.max_step_seen))
 
     def give_up(self) -> None:
-        self.given_up = True
-        self.handle(planner.GiveUp("stopped", "The cluster was stopped."))
+        if not self.down:
+            self.given_up = True
+            self.handle(planner.GiveUp("stopped", "The cluster was stopped."))
 
     def tick(self, seconds: float = 0.1) -> None:
         self.now += seconds
-        self.handle(planner.Tick())
+        if not self.down:
+            self.handle(planner.Tick())
 
-    def repeat(self, index: int) -> None:
-        """A message that was delivered before comes a second time."""
-        if self.delivered:
-            self.do_nothing(self.delivered[index % len(self.delivered)])
+    def repeat_all(self) -> None:
+        """Every message that was delivered comes a second time (of processes that still have their slot)."""
+        for rank, event in self.delivered:
+            told = isinstance(event, planner.RankDied) and event.rank in self.state.has_run
+            if not self.down and rank is self.ranks[event.rank] and not told:
+                self.do_nothing(event)
 
     def do_nothing(self, event: object) -> None:
         state, actions = planner.step(self.now, self.state, event)
@@ -367,71 +213,108 @@ class World:
 
     # --- moving on
 
-    def hear_death(self, number: int) -> bool:
-        event = self.unheard_deaths.pop(number, None)
-        if event is None:
+    def hear_death(self, rank: Rank) -> bool:
+        if self.down or rank not in self.unheard_deaths:
             return False
-        if number in self.state.alive | self.state.left_out:  # as ActiveRun.rank_died
-            self.lines += self.assembler.lost(number)
-        self.handle(event)
+        event = self.unheard_deaths.pop(rank)
+        if rank in self.pool:
+            self.pool.remove(rank)
+            self.keeper = keeper.failed(self.now, self.keeper, rank.intended, event.reason)
+            if rank.said_ready:
+                self.handle(planner.SpareLost())
+        elif rank is self.ranks[rank.number]:
+            event = planner.RankDied(rank.number, event.failure, event.reason, event.fault_time)
+            if rank.number in self.state.alive | self.state.left_out:  # as ActiveRun.rank_died
+                self.lines += self.assembler.lost(rank.number)
+            self.handle(event, rank)
         return True
 
-    def fence(self, number: int) -> bool:
-        if number not in self.unfenced or number in self.unheard_deaths:
+    def fence(self, index: int) -> bool:
+        if self.down or not self.unfenced:
             return False
-        self.unfenced.discard(number)
-        self.handle(planner.RankFenced(number))
+        self.handle(planner.RankFenced(self.unfenced.pop(index % len(self.unfenced))))
         return True
 
-    def deliver(self, number: int, name: str) -> bool:
-        channel = self.ranks[number].up[name]
-        if not channel:
+    def deliver(self, rank: Rank, name: str) -> bool:
+        channel = rank.up[name]
+        if self.down or not channel:
             return False
         event, commit, num_reports = channel.popleft()
         if name == "reports":
-            self.num_read[number] += 1
+            rank.num_read += 1
         elif self.reports_first:
-            while self.num_read[number] < num_reports and self.deliver(number, "reports"):
+            while rank.num_read < num_reports and self.deliver(rank, "reports"):
                 pass
-        if commit is not None:
+        if self.down:
+            return True
+        if isinstance(event, planner.SpareReady):
+            if rank in self.pool:
+                rank.said_ready = True
+                self.handle(event)
+            return True
+        has_slot = rank.number is not None and rank is self.ranks[rank.number] and not rank.released
+        if name != "reports" and not has_slot:
+            return True  # the supervisor knows processes by their pid
+        if commit is not None and has_slot:
             generation, step, when = commit
             self.max_step_seen = max(self.max_step_seen, step)
-            self.lines += self.assembler.committed(generation, step, number, when, 0.1, None, 0.01)
-            self.handle(planner.StepCommitted(number, generation, step, when))
+            self.lines += self.assembler.committed(generation, step, rank.number, when, 0.1, None, 0.01)
+            self.handle(planner.StepCommitted(rank.number, generation, step, when), rank)
         if isinstance(event, tuple):
-            generation, step, _, members = event
+            generation, step, number, members = event
             self.max_step_seen = max(self.max_step_seen, step)
             samples, value = share_of(step, members.index(number), len(members))
             self.lines += self.assembler.fetched(generation, step, number, samples, value, 1.0, samples)
-        elif event is not None:
-            self.handle(event)
+        elif event is not None and not self.down:
+            self.handle(event, rank)
         return True
 
+    def keep(self) -> bool:
+        """Start what is missing, as the keeper says."""
+        if self.down or not self.keeps or self.end is not None:
+            return False
+        pool = tuple(keeper.Pooled(str(id(rank)), rank.intended, rank.said_ready) for rank in self.pool)
+        need = keeper.Need(self.state.vacant, self.num_spares, pool)
+        self.keeper, decisions = keeper.decide(self.now, self.keeper, need)
+        starts = [decision for decision in decisions if isinstance(decision, keeper.Start)]
+        self.pool += [Rank(self, None, intended=start.intended) for start in starts]
+        return bool(starts)
+
     def moves(self):
-        for rank in self.ranks:
-            n = rank.number
-            yield rank.agent, ()
-            yield rank.train, ()
-            yield rank.train, ()
-            yield rank.beat, ()
-            yield self.deliver, (n, "agent")
-            yield self.deliver, (n, "work")
-            yield self.deliver, (n, "reports")
-            yield self.hear_death, (n,)
-            yield self.fence, (n,)
+        """(key, move, arguments), all that can go on."""
+        for rank in [*self.ranks, *self.former, *self.pool]:
+            for name, move, arguments in (
+                ("agent", rank.agent, ()), ("train", rank.train, ()), ("train", rank.train, ()),
+                ("beat", rank.beat, ()), ("up", self.deliver, (rank, "agent")), ("work", self.deliver, (rank, "work")),
+                ("reports", self.deliver, (rank, "reports")), ("death", self.hear_death, (rank,)),
+            ):  # fmt: skip
+                yield (rank, name), move, arguments
+            if not rank.has_run_cell:
+                yield (rank, "start"), rank.get_ready, ()
+        for index in range(len(self.unfenced)):
+            yield ("fence", index), self.fence, (index,)
+        yield "keep", self.keep, ()
+        if self.down:
+            yield "adopt", self.adopt, ()
 
     def go_on(self, num_moves: int, seed: int) -> None:
         """Many small moves in any order; some ranks, sockets and threads are much slower than others."""
         self.rng.seed(seed)
-        moves = list(self.moves())
-        weights = [self.rng.choice((0.01, 0.2, 1.0, 1.0)) for _ in moves]
-        for move, arguments in self.rng.choices(moves, weights, k=num_moves):
-            self.now += 0.001
-            move(*arguments)
+        speed: dict[object, float] = {}
+        for done in range(0, num_moves, 40):
+            moves = list(self.moves())
+            weights = []
+            for key, _, _ in moves:
+                if key not in speed:
+                    speed[key] = self.rng.choice((0.01, 0.2, 1.0, 1.0))
+                weights.append(speed[key])
+            for _, move, arguments in self.rng.choices(moves, weights, k=min(40, num_moves - done)):
+                self.now += 0.001
+                move(*arguments)
 
     def round(self) -> None:
         """Everything moves on once, in a fair order; a tenth of a second passes."""
-        for move, arguments in self.moves():
+        for _, move, arguments in list(self.moves()):
             move(*arguments)
         self.tick()
 
@@ -446,34 +329,62 @@ class World:
         """No more faults: the run must come to an end by itself (a pause ends when it is lifted)."""
 
         def over() -> bool:
-            if self.end is None and self.state.paused:
+            if self.end is None and not self.down and self.state.paused:
                 self.unpause()
-            return self.end is not None
+            return self.end is not None and not self.down
 
-        self.until(over, max_rounds=60 + 30 * self.total_steps + 10 * self.rng.randint(0, 1))
+        self.until(over, max_rounds=200 + 30 * min(self.total_steps, 100))
         # Even messages that come after the end do nothing.
         for _ in range(3):
             self.round()
-        for event in self.delivered:
-            self.do_nothing(event)
+        self.repeat_all()
+        for rank in self.ranks:
+            assert rank.dead or rank.released or rank.at == "gone", f"nobody told rank {rank.number} that it is over"
         return self.end
+
+    def settle(self) -> None:
+        """No more faults: the run gets to the size that is wanted, and goes on training."""
+        self.keeper = keeper.forgive(self.keeper)
+
+        def settled() -> bool:
+            assert self.end is None, f"it ended meanwhile: {self.end}"
+            if self.down:
+                return False
+            if self.state.paused:
+                self.unpause()
+            state = self.state
+            return state.phase == "training" and state.members == tuple(range(state.wanted)) and state.hold_why is None
+
+        self.until(settled, max_rounds=600)
+        step = self.state.committed
+        self.until(lambda: settled() and self.state.committed > step + 2)
 
     # --- the supervisor's part, and what must hold
 
-    def handle(self, event: object) -> None:
+    def handle(self, event: object, rank: Rank | None = None) -> None:
+        assert not self.down
         before = self.state
         self.state, actions = planner.step(self.now, before, event)
         if isinstance(event, FROM_RANKS):
             if self._is_late(event, before):
                 assert self.state is before and not actions, f"the late {event} had an effect: {actions}"
-            self.delivered.append(event)
-        if before.phase == "ended":
+            self.delivered.append((rank, event))
+        if before.phase == "ended" and not isinstance(event, planner.Adopted):
             assert self.state is before and not actions
         assert self.state.generation >= before.generation, "generations only grow"
+        if self.state.phase != "ended":
+            taken = sum(isinstance(action, planner.TakeSpare) for action in actions)
+            assert self.state.spares + taken == sum(rank.said_ready for rank in self.pool)
         for action in actions:
             assert self.end is None, f"{action} after the end"
-            self._carry_out(action, before)
+            if isinstance(action, BOOKS) or self.dies_after is None:
+                self._carry_out(action, before)
+            elif self.dies_after > 0:
+                self._carry_out(action, before)
+                self.dies_after -= 1
         self.actions += actions
+        if self.dies_after is not None and actions:
+            self._supervisor_is_gone()
 
     def _carry_out(self, action: object, before: planner.State) -> None:
         if isinstance(action, planner.Emit):
@@ -484,20 +395,29 @@ class World:
                 self.lines = [line for line in self.lines if line.ledger["step"] < action.step]
             if action.kind == "paused":
                 self._check_held(action.step)
+            if action.kind == "rank_joined":
+                self._check_joined(action)
+            if action.kind == "regroup_started" and ("join" in action.reason or "leave" in action.reason):
+                self.planned_generation = self.state.generation
             if action.kind == "recovered":
                 assert all(action.fields[name] >= 0 for name in action.fields if name.endswith("_s"))
         elif isinstance(action, planner.Kill):
-            rank = self.ranks[action.rank]
-            assert rank.dead or rank.raised, f"{action}, but it has done no harm"
+            rank = self._process_at(action.rank)
+            assert rank.dead or rank.raised or rank.released, f"{action}, but it has done no harm"
             assert action.reason
             self.die(action.rank)
-            self.unfenced.add(action.rank)
+            self.unfenced.append(action.rank)
+        elif isinstance(action, planner.TakeSpare):
+            self._take_spare(action.rank)
+        elif isinstance(action, planner.Release):
+            for number in action.ranks:
+                self._release(self._process_at(number))
         elif isinstance(action, planner.SendRegroup):
             assert action.generation == before.generation + 1
             self._send(action.ranks, action)
         elif isinstance(action, planner.SendGo):
             self._check_go(action)
-            self.groups[action.generation] = Group(action)
+            self.groups[action.generation] = Group(action, {n: self.ranks[n] for n in action.members})
             self._send(action.members, action)
         elif isinstance(action, planner.SendHold | planner.SendRelease | planner.SendDrop):
             self._send(action.ranks, action)
@@ -509,11 +429,35 @@ class World:
             self.end = action
             self._check_end(action, before)
 
+    def _process_at(self, number: int) -> Rank:
+        while len(self.ranks) <= number:  # the slot is new, nobody has been there yet
+            nobody = Rank(self, None)
+            nobody.number, nobody.dead, nobody.has_run_cell = len(self.ranks), True, True
+            self.ranks.append(nobody)
+        return self.ranks[number]
+
+    def _take_spare(self, number: int) -> None:
+        ready = [rank for rank in self.pool if rank.said_ready]
+        assert ready, "no process is there to take the slot"
+        rank = next((rank for rank in ready if rank.intended == number), self.rng.choice(ready))
+        before = self._process_at(number)
+        assert before.dead or before.released, "the slot is taken"
+        self.pool.remove(rank)
+        self.former.append(before)
+        self.ranks[number], rank.number = rank, number
+
+    def _release(self, rank: Rank) -> None:
+        """The supervisor ends the process; its death is no news."""
+        rank.released = True
+        self.unheard_deaths.pop(rank, None)
+        if not rank.dead and self.dies_after is None:
+            assert any(isinstance(order, planner.SendDrop) for order in rank.inbox), "not told that it is over"
+
     @staticmethod
     def _is_late(event: object, state: planner.State) -> bool:
         """From a rank that is known to be dead, or from a generation that is over."""
-        if isinstance(event, planner.RankDied | planner.RankFenced):
-            return False
+        if isinstance(event, planner.RankDied):
+            return event.rank not in state.has_run
         if event.rank not in state.alive | state.left_out:
             return True
         if isinstance(event, planner.StepFailed) and event.failure.cause == "user":
@@ -522,15 +466,19 @@ class World:
 
     def _send(self, ranks: tuple[int, ...], order: object) -> None:
         for number in ranks:
-            if not self.ranks[number].dead:
-                self.ranks[number].inbox.append(order)
+            rank = self._process_at(number)
+            if self.dies_after == 1 and self.rng.random() < 0.3:
+                continue  # it dies in the middle of this action
+            if not rank.dead:
+                rank.inbox.append(order)
 
     def _living(self, numbers) -> list[Rank]:
-        return [self.ranks[number] for number in numbers if not self.ranks[number].dead]
+        there = [self.ranks[number] for number in numbers if number < len(self.ranks)]
+        return [rank for rank in there if not rank.dead]
 
     def check_histories(self) -> None:
         """Ranks that may go on agree on the steps they have in common, and are at most one step apart."""
-        histories = [r.history for r in self._living(self.state.alive) if not r.raised]
+        histories = [r.history for r in self._living(self.state.alive) if r.has_state and not r.raised]
         if not histories:
             return
         longest = max(histories, key=len)
@@ -539,17 +487,28 @@ class World:
             assert not history or history[-1] == longest[len(history) - 1], "two versions of one step"
 
     def _check_go(self, go: planner.SendGo) -> None:
-        heard = {rank.number for rank in self.ranks if rank.dead} - set(self.unheard_deaths)
+        heard = {rank.number for rank in self.ranks if rank.dead and rank not in self.unheard_deaths}
         assert go.generation == self.state.generation and go.generation not in self.groups
         assert not heard & set(go.members), "a dead rank is a member"
-        known_dead = {event.rank for event in self.delivered if isinstance(event, planner.RankDied)}
-        left_alone = {rank.number for rank in self.ranks if rank.raised}
-        assert not (self.unfenced & known_dead) - left_alone, "takeover before the dead rank is fenced"
+        assert not self.unfenced, "takeover before the dead rank is fenced"
+        assert not self.state.unfenced
+        planned = go.generation == self.planned_generation
         for rank in self._living(go.members):
             assert not rank.raised and not rank.spoiled, f"rank {rank.number} raised and is a member again"
-            assert rank.committed == go.first_step - 1 - (rank.number in go.behind)
+            assert not rank.released
+            if rank.number in go.behind:
+                assert rank.committed < go.first_step - 1
+            else:
+                assert rank.has_state and rank.committed == go.first_step - 1
+            assert not planned or rank.in_flight is None, "a step is done again, although nothing has failed"
         assert (go.source is None) == (not go.behind)
         assert go.source is None or go.source in set(go.members) - set(go.behind)
+
+    def _check_joined(self, event: planner.Emit) -> None:
+        rank = self.ranks[event.rank]
+        assert rank.is_newcomer and not rank.announced, f"rank {event.rank} has joined twice"
+        assert event.rank in self.state.members
+        rank.announced = True
 
     def _check_held(self, step: int) -> None:
         for rank in self._living(self.state.members):
@@ -580,17 +539,20 @@ class World:
         if "failed twice" in end.reason:
             assert len(broke_in) + self.crashes >= 2
         elif "a bug in the training code" in end.reason:
-            assert all(self.ranks[number].raised for number in self.state.alive)
+            assert all(rank.raised or not rank.has_state for rank in self._living(self.state.alive))
             assert end.error and end.error["etype"] == "ValueError" and end.error["ranks"]
-            have = max(self.ranks[number].committed for number in self.state.alive)
+            have = max(0, *(self.ranks[number].committed for number in self.state.alive))
             # Or the last step's books were closed for a rank that died before it could copy it.
             assert done == have or done == have + 1 == before.first_step - 1
         elif "could not form" in end.reason:
-            assert self.breaks + sum(rank.dead for rank in self.ranks) > planner.MAX_FRUITLESS_REGROUPS
+            deaths = sum(rank.dead for rank in [*self.ranks, *self.former])
+            assert self.breaks + deaths + self.num_adoptions > planner.MAX_FRUITLESS_REGROUPS
         elif "All ranks are lost" in end.reason:
-            assert all(rank.dead for rank in self.ranks)
+            assert all(rank.dead or rank.released or not rank.has_state for rank in self.ranks)
         elif "No rank is left" in end.reason:
-            assert all(rank.dead or rank.raised for rank in self.ranks)
+            assert all(rank.dead or rank.released or rank.raised or not rank.has_state for rank in self.ranks)
+        elif "All ranks that held the state" in end.reason:
+            assert not any(rank.has_state and not rank.raised for rank in self._living(self.state.alive))
         else:
             raise AssertionError(f"failed for no good reason: {end.reason}")
 

@@ -707,8 +707,7 @@ class AnyTrouble(RuleBasedStateMachine):
 
     @rule()
     def repeat_all_messages(self):
-        for event in self.world.delivered:
-            self.world.do_nothing(event)
+        self.world.repeat_all()
 
     def teardown(self):
         if hasattr(self, "world"):

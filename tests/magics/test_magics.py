@@ -8,7 +8,7 @@ import pytest
 from client_fakes import FakeConnection, run_info
 from IPython.core.interactiveshell import InteractiveShell
 
-from ftnb.client import launch
+from ftnb.client import ending, launch
 from ftnb.client import session as session_module
 from ftnb.client.run import Run
 from ftnb.client.session import Session
@@ -153,7 +153,7 @@ def test_unknown_actions_get_a_suggestion(shell):
 
 def test_attach_binds_the_run_that_goes_on(shell, monkeypatch):
     connection = FakeConnection(run_info=run_info("finished"))
-    monkeypatch.setattr(launch, "attach", lambda name: connection)
+    monkeypatch.setattr(launch, "attach", lambda name, show: connection)
     assert shell.run_cell("%ft_cluster attach").success
     assert repr(shell.user_ns["run"]) == "Run('run')"
 
@@ -224,7 +224,7 @@ def test_a_second_cluster_is_no_secret_and_can_be_stopped_by_name(shell, monkeyp
 
     monkeypatch.setattr(launch, "running", lambda name: False)
     monkeypatch.setattr(launch, "start", start)
-    monkeypatch.setattr(launch, "attach", lambda name: clusters[name])
+    monkeypatch.setattr(ending, "connect", lambda name: clusters[name])
     for name in ("first", "second", "third"):
         assert shell.run_cell(f"%ft_cluster start -n 2 --name {name}").success
     assert "'second' goes on. Back to it: %ft_cluster attach second" in capsys.readouterr().out
