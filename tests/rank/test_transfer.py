@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -176,17 +177,16 @@ def join(rank: int, directory: Path, source: str, giver: int, behind: list[int],
         peer.learn(3)
     elif one_step:
         peer.learn(2)
-    moments = [id(t) for t in state.take_apart(peer.job.optimizer.state_dict()["state"])[1]]
     before = peers.contents(peer.job)
     group = peer.form(sorted({*range(4)} if len(behind) > 1 else {0, 1, 2}))
     peer.share(group, giver, behind, first_step=4)
     after = peers.contents(peer.job)
     assert {name: p.data_ptr() for name, p in peer.job.model.named_parameters()} == references
-    assert {id(p) for g in peer.job.optimizer.param_groups for p in g["params"]} == {id(p) for p in peer.job.model.parameters()}
+    held = {id(p) for g in peer.job.optimizer.param_groups for p in g["params"]}
+    assert held == {id(p) for p in peer.job.model.parameters()}
     assert peer.training.committed == (3 if rank in behind else 0)
     group.destroy()
     peer.learn(1)
-    del moments
     return before, after, peers.contents(peer.job)
 
 
@@ -250,6 +250,34 @@ def test_givers_that_differ_are_named(tmp_path):
     assert "Rank 1 and rank 0 hold" in peers.run_ranks(given_alone, 3, tmp_path)[2]
 
 
+def join_in_a_step(rank: int, directory: Path, tried: bool) -> str:
+    """Rank 0 joins when rank 1 was in the middle of step 4, whose forward pass has moved its statistics."""
+    peer = peers.Peer(rank, directory, BATCHNORM + ADAMW, {"total_steps": 4})
+    if rank == 1:
+        peer.learn(3)
+        peer.training.committed = 3
+        if tried:
+            peer.training.in_flight = 4
+            peer.training._snapshot.take(4)
+            peer.job.model(torch.ones(8, 4))
+    thread = threading.Thread(target=peer.training.run)
+    thread.start()
+    peer.orders.want(1)
+    peer.go(1, [0, 1], 1, [0], 4)
+    digest = peer.link.wait_told("finished", 1)["digest"]
+    peer.orders.drop()
+    thread.join(10)
+    return digest
+
+
+def test_who_joins_gets_no_statistics_of_a_step_that_is_done_again(tmp_path):
+    digests = set()
+    for tried in (False, True):
+        (directory := tmp_path / str(tried)).mkdir()
+        digests.update(peers.run_ranks(join_in_a_step, 2, directory, tried))
+    assert len(digests) == 1
+
+
 # --- broken off in the middle
 
 LARGE = """
@@ -260,8 +288,6 @@ model.insert(0, torch.nn.Linear(4, 2000))
 
 def interrupted(rank: int, directory: Path, victim: int, delay_s: float) -> Any:
     """Generation 1 shares state until `victim` kills itself; generation 2 is formed by the rest, and finishes."""
-    import threading
-
     peer = peers.Peer(rank, directory, LARGE + ADAMW, {"total_steps": 5})
     behind = [3]
     if rank not in behind:
@@ -302,7 +328,7 @@ def _text(path: Path) -> str:
     return path.read_text() if path.exists() else ""
 
 
-def check_interrupted(tmp_path: Path, victim: int, delay_s: float) -> list[int]:
+def check_interrupted(tmp_path: Path, victim: int, delay_s: float) -> list[tuple[int, float]]:
     results = peers.run_ranks(interrupted, 4, tmp_path, victim, delay_s)
     assert results.pop(victim) == -signal.SIGKILL
     assert len({digest for _, _, digest in results}) == 1
