@@ -170,9 +170,9 @@ CASES = {
 }
 
 
-def join(rank: int, directory: Path, source: str, giver: int, behind: list[int], one_step: bool) -> Any:
+def join(rank: int, directory: Path, code: str, source: int, behind: list[int], one_step: bool) -> Any:
     """Ranks in `behind` are fresh, or one step behind; what each holds before, after, and after one more step."""
-    peer = peers.Peer(rank, directory, source + OWN_STATISTICS)
+    peer = peers.Peer(rank, directory, code + OWN_STATISTICS)
     references = {name: p.data_ptr() for name, p in peer.job.model.named_parameters()}
     if rank not in behind:
         peer.learn(3)
@@ -180,7 +180,7 @@ def join(rank: int, directory: Path, source: str, giver: int, behind: list[int],
         peer.learn(2)
     before = peers.contents(peer.job)
     group = peer.form(sorted({*range(4)} if len(behind) > 1 else {0, 1, 2}))
-    peer.share(group, giver, behind, first_step=4)
+    peer.share(group, source, behind, first_step=4)
     after = peers.contents(peer.job)
     assert {name: p.data_ptr() for name, p in peer.job.model.named_parameters()} == references
     held = {id(p) for g in peer.job.optimizer.param_groups for p in g["params"]}
@@ -196,10 +196,11 @@ def join(rank: int, directory: Path, source: str, giver: int, behind: list[int],
 def test_who_was_behind_holds_what_the_others_hold(tmp_path, case, one_step):
     behind = [0, 2] if case == "adamw, batchnorm, scheduler" else [0]
     num_ranks = 4 if len(behind) > 1 else 3
-    results = peers.run_ranks(join, num_ranks, tmp_path, CASES[case], 1, behind, one_step)
-    source_before, source_after, source_later = results[1]
+    source = num_ranks - 1  # the last of the givers, so that what only the source may send is not in its stripe by chance
+    results = peers.run_ranks(join, num_ranks, tmp_path, CASES[case], source, behind, one_step)
+    source_before, source_after, source_later = results[source]
     assert peers.same(source_before, source_after)
-    for rank in set(range(num_ranks)) - {1, *behind}:
+    for rank in set(range(num_ranks)) - {source, *behind}:
         assert peers.same(*results[rank][:2])  # givers are left alone, with statistics of their own
     for rank in behind:
         before, after, later = results[rank]
