@@ -139,6 +139,7 @@ class _Hunt:
         return self._record is not None
 
     def is_of(self, token: str | None) -> bool:
+        """Whether there is a record of that cluster, or none at all."""
         return token is None or self._header is None or self._header.token == token
 
     def note_strays(self) -> int:
