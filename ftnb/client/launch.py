@@ -61,7 +61,8 @@ def start(plan: Plan, progress: Progress) -> tuple[ClientConnection, subprocess.
     """
     began = time.monotonic()
     log = paths.make_private_dir(paths.cluster_dir(plan.name)) / "supervisor.log"
-    process = _spawn(plan.command(), log, secrets.token_hex(8))
+    token = secrets.token_hex(8)
+    process = _spawn(plan.command(), log, token)
     connection = None
     try:
         connection = _wait_for_connection(plan, process, log, began, progress)
@@ -74,7 +75,7 @@ def start(plan: Plan, progress: Progress) -> tuple[ClientConnection, subprocess.
                 connection.request("stop_cluster", timeout_s=STOP_ANSWER_S)
             connection.close()
         if not end(process):
-            reaper.reap(paths.cluster_dir(plan.name))
+            reaper.reap(paths.cluster_dir(plan.name), token=token)
         raise
 
 
