@@ -225,7 +225,7 @@ def _rank_died(now: float, state: State, event: RankDied) -> tuple[State, list[A
         leaving=state.leaving - {rank}, newcomers=state.newcomers - {rank},
         raised={r: failure for r, failure in state.raised.items() if r != rank}, left=state.left - {rank},
     )
-    state = _unfence(state, {rank})
+    state = _unfence(state, {rank}, silently=was_left_out)
     kill: list[Action] = [Kill(rank, "end whatever it had started")]
     if had_not_entered:
         words = f"The process that was to take the place of rank {rank} is gone: {event.reason}."
