@@ -9,7 +9,8 @@ import time
 
 from ftnb.errors import ClusterError, NoClusterError
 from ftnb.wire import paths, reaper, records
-from ftnb.wire.client import ClientConnection, DeadCluster, connect
+from ftnb.wire.client import ClientConnection, connect
+from ftnb.wire.finding import DeadCluster
 
 STOP_TIMEOUT_S = 15.0
 # A supervisor that does not say within this time that it will stop is ended by force.

@@ -16,7 +16,8 @@ from typing import Any
 from ftnb.client.ending import STOP_ANSWER_S, count_ranks, end, living, log_hint, ranks_of
 from ftnb.errors import ClusterError, NoClusterError
 from ftnb.wire import paths, proc, reaper, records
-from ftnb.wire.client import ClientConnection, DeadCluster, load
+from ftnb.wire.client import ClientConnection
+from ftnb.wire.finding import DeadCluster, load
 from ftnb.wire.takeover import Spawn, Takeover
 
 Progress = Callable[[dict[str, Any]], None]  # gets a cluster status with "elapsed_s" and "num_ranks" added
