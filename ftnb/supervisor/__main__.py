@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import fcntl
 import logging
-import os
 import sys
 from typing import Any
 
@@ -34,14 +32,10 @@ def main() -> int:
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stderr)
     # One supervisor per name: the lock is held as long as this process lives, and nobody else can take it.
-    directory = paths.make_private_dir(paths.cluster_dir(args.name))
-    lock = os.open(directory / reaper.LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o600)
     if args.adopt:
         pid, _, started = (args.lost or "").partition(":")
-        return _adopt(args.name, lock, proc.ProcessId(int(pid), started) if pid else None)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        return _adopt(args.name, proc.ProcessId(int(pid), started) if pid else None)
+    if adoption.open_lock(paths.cluster_dir(args.name)) is None:
         print(f"A cluster named {args.name!r} is being started or runs already.", file=sys.stderr)
         return EXIT_NAME_TAKEN
     options: dict[str, Any] = {
@@ -51,10 +45,10 @@ def main() -> int:
     return asyncio.run(Supervisor(args.name, options).serve())
 
 
-def _adopt(name: str, lock: int, lost: proc.ProcessId | None) -> int:
+def _adopt(name: str, lost: proc.ProcessId | None) -> int:
     directory = paths.cluster_dir(name)
     try:
-        recorded = adoption.take_office(directory, lock, lost)
+        recorded = adoption.take_office(directory, lost)
     except adoption.InCharge:
         return EXIT_NAME_TAKEN
     except adoption.CannotAdopt as error:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ftnb.core import protocol
 from ftnb.supervisor.runs import ActiveRun
-from ftnb.wire import proc
+from ftnb.wire import paths, proc, reaper
 
 if TYPE_CHECKING:
     from ftnb.supervisor.ranks import Slot
@@ -40,7 +40,7 @@ class InCharge(Exception):
     """Another supervisor is."""
 
 
-def take_office(directory: Path, lock: int, lost: proc.ProcessId | None) -> dict[str, Any]:
+def take_office(directory: Path, lost: proc.ProcessId | None) -> dict[str, Any]:
     """Become the successor of `lost`: returns its cluster.json, with the lock held and the predecessor ended.
 
     Raises `InCharge` when another supervisor is at work or being started, `CannotAdopt` when there is nothing to adopt.
@@ -48,7 +48,7 @@ def take_office(directory: Path, lock: int, lost: proc.ProcessId | None) -> dict
     deadline = time.monotonic() + LOCK_LIMIT_S
     if lost is not None and _predecessor(directory) == lost:
         lost.signal(signal.SIGKILL)  # stopped or hung: it must not come back beside the new one
-    while not _try_lock(lock):
+    while open_lock(directory) is None:
         # Held by another successor, or for a moment still by the one that was killed.
         if lost is None or _predecessor(directory) != lost or time.monotonic() > deadline:
             raise InCharge
@@ -62,12 +62,21 @@ def take_office(directory: Path, lock: int, lost: proc.ProcessId | None) -> dict
     return recorded
 
 
-def _try_lock(lock: int) -> bool:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+def open_lock(directory: Path) -> int | None:
+    """The cluster's lock, held until this process ends; None when somebody else holds it."""
+    path = directory / reaper.LOCK_NAME
+    while True:
+        paths.make_private_dir(directory)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            return None
+        with contextlib.suppress(OSError):
+            if os.fstat(fd).st_ino == os.stat(path).st_ino:
+                return fd
+        os.close(fd)  # whoever held it has removed it with the directory
 
 
 def _predecessor(directory: Path) -> proc.ProcessId | None:

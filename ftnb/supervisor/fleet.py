@@ -271,6 +271,8 @@ class Fleet:
         self.ranks[rank] = slot
         self.vacant.discard(rank)
         self.tell(slot, "assign", rank=rank)
+        if slot.process is not None:
+            self._supervisor.records.note(RANK, slot.process, rank)
 
     def take_spare(self, rank: int, run_name: str, step: int) -> None:
         """The planner gives `rank` to somebody who has run the cell."""
@@ -453,6 +455,7 @@ class Fleet:
         if slot.ring is not None:
             slot.ring.close()
             slot.ring = None
+        self._supervisor.records.compact()
 
     def close(self) -> None:
         for slot in self.slots():
