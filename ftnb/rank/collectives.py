@@ -25,8 +25,9 @@ import torch.distributed as dist
 
 # How long a wait goes on before it looks up. An operation that ends, or fails, ends the wait at once.
 SLICE = timedelta(milliseconds=20)
-# After an abort, what Gloo has in hand ends within milliseconds, or never.
-SETTLE_S = 0.02
+# Once Gloo has closed its connections, what it has in hand ends at once, or never. It is not waited for any longer:
+# a group that is kept for nothing goes when the next one is destroyed.
+SETTLE_S = 0.002
 # For sends and receives, Work.wait() without a limit has that of the group's forming, a fraction of a second. This
 # one is longer than any transfer; what is stuck is let go when it is over.
 TRANSFER_TIMEOUT = timedelta(hours=1)

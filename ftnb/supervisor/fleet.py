@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("ftnb.fleet")
 
 START_TIMEOUT_S = 120.0
+# A replacement is started when the survivors have recovered, or have tried for so long.
+RECOVERY_FIRST_S = 0.3
 
 
 class Fleet:
@@ -48,6 +50,7 @@ class Fleet:
         self.engines: Engines | None = None
         self._keeper = keeper.State()
         self._next_number = 1
+        self._lost_at = 0.0
 
     # --- start
 
@@ -187,6 +190,9 @@ class Fleet:
         for slot in [s for s in self.pool if s.state == "starting" and now - s.started > START_TIMEOUT_S]:
             slot.problem = f"It did not get ready within {START_TIMEOUT_S:.0f} s."
             self.kill_slot(slot)
+        run = self._supervisor.going_run
+        if run is not None and run.state == "recovering" and now - self._lost_at < RECOVERY_FIRST_S:
+            return
         vacant = frozenset(self._vacancies())
         pool = tuple(keeper.Pooled(s.key, s.intended, s.state == "spare") for s in self.pool if s.alive)
         need = keeper.Need(vacant, self.num_spares, pool)
@@ -386,8 +392,9 @@ class Fleet:
                 slot.joined_step = None
                 self.failed(slot.rank, words)
         self.notify()
-        self._supervisor.save_cluster()
-        self.tick()
+        self._lost_at = time.monotonic()
+        # The survivors come first: they need this process, and the cores, to get going again.
+        asyncio.get_running_loop().call_later(0.02, self._supervisor.save_cluster)
 
     def _pool_lost(self, slot: Slot, was: str, words: str) -> None:
         run = self._supervisor.going_run

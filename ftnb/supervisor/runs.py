@@ -425,7 +425,9 @@ class ActiveRun:
             return "paused"
         if self._state.incident is not None:
             return "recovering"
-        return "running" if self._state.phase == "training" else ("starting" if self.step == 0 else "recovering")
+        if self.step == 0 and self._state.phase != "training":
+            return "starting"
+        return "running"  # also while somebody joins or leaves on purpose
 
     def max_step(self) -> int:
         steps = [slot.step or 0 for slot in self._supervisor.ranks.values()]

@@ -31,8 +31,9 @@ from ftnb.supervisor.ranks import Slot
 from ftnb.supervisor.runs import ActiveRun
 from ftnb.supervisor.store import Answer, StoreServer
 from ftnb.wire import messages, paths, proc, records, sockets
+from ftnb.wire.once import OnceOnly
 from ftnb.wire.reaper import BEAT_NAME
-from ftnb.wire.records import FILE_NAME, GUARDIAN, SUPERVISOR, ProcessRecords
+from ftnb.wire.records import FILE_NAME, GUARDIAN, SUPERVISOR, TOKEN_VARIABLE, ProcessRecords
 
 log = logging.getLogger("ftnb.supervisor")
 
@@ -55,7 +56,8 @@ class Supervisor:
         self.threads, self.wanted_backend = options["threads"], options["backend"]
         self.linger_s, self.keep, self.profile = options["linger_s"], options["keep"], options["profile"]
         self.term = recorded["term"] + 1 if recorded else 1
-        self.token = recorded["token"] if recorded else os.urandom(8).hex()
+        # Whoever started this process may know its cluster by a token that is in the environment already.
+        self.token = recorded["token"] if recorded else os.environ.get(TOKEN_VARIABLE) or os.urandom(8).hex()
         self.directory = paths.make_private_dir(paths.cluster_dir(name))
         self.connection_file = self.directory / "connection.json"
         self.records = ProcessRecords(self.directory / FILE_NAME, self.token)
@@ -70,6 +72,7 @@ class Supervisor:
         self.weights: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self.adoption: Adoption | None = None  # while the ranks of a predecessor are being taken over
         self.controller_problem = ""
+        self._once = OnceOnly()
         self._in_charge = asyncio.Event()  # what a predecessor left has been taken over
         self._stopping = asyncio.Event()
         self.stop_reason = ""
@@ -503,6 +506,10 @@ class Supervisor:
 
     async def _answer(self, sender: bytes, message: dict[str, Any]) -> None:
         number, op = message.pop("id", None), message.pop("op", "")
+        if not self._once.is_new(sender, number):
+            if (before := self._once.answer(sender, number)) is not None:
+                self._client_socket.send_multipart([sender, *messages.encode(before)])
+            return
         reply: dict[str, Any] = {"id": number}
         try:
             await self._in_charge.wait()
@@ -519,6 +526,7 @@ class Supervisor:
             log.exception("internal error in %s", op)
             text = f"Internal error in the supervisor ({type(error).__name__}: {error}); its log has more."
             reply |= {"ok": False, "error": ClusterError(text).to_wire()}
+        reply = self._once.answered(sender, number, reply)
         self._client_socket.send_multipart([sender, *messages.encode(reply)])
 
     async def _watch_clients(self, monitor: Any) -> None:
