@@ -46,9 +46,9 @@ class BrokenOff(RuntimeError):
 class _Waiter(threading.Thread):
     """Waits for sends and receives; `woken` is set at the first failure, at the end, or by who gives the group up."""
 
-    def __init__(self, works: list[dist.Work]) -> None:
+    def __init__(self, works: list[dist.Work], device: torch.device) -> None:
         super().__init__(name="ftnb-transfer", daemon=True)
-        self._works = works
+        self._works, self._device = works, device
         self.woken = threading.Event()
         self.error: RuntimeError | None = None
 
@@ -61,8 +61,8 @@ class _Waiter(threading.Thread):
                 if self.error is None:
                     self.error = error
                     self.woken.set()
-        if torch.cuda.is_initialized():  # NCCL has only queued them
-            torch.cuda.synchronize()
+        if self._device.type == "cuda":  # NCCL has only queued them
+            torch.cuda.synchronize(self._device)
         self._works = []
         self.woken.set()
 
@@ -120,7 +120,7 @@ class Collectives:
         if not sends and not receives:
             return
         works: list[dist.Work] = []
-        waiter = self._waiter = _Waiter(works)
+        waiter = self._waiter = _Waiter(works, (sends or receives)[0][0].device)
         try:
             self._start(sends, receives, works)
         finally:

@@ -358,8 +358,9 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> 
     loaded = optimizer.state_dict()["state"]
     for index, values in given["state"].items():
         for name, value in values.items() if isinstance(values, dict) else ():
-            if isinstance(value, torch.Tensor) and loaded[index][name].dtype != value.dtype:
-                loaded[index][name] = value.to(loaded[index][name].device)
+            mine = loaded.get(index, {}).get(name)
+            if isinstance(value, torch.Tensor) and isinstance(mine, torch.Tensor) and mine.dtype != value.dtype:
+                loaded[index][name] = value.to(mine.device)
 
 
 def first_difference(given: dict[Any, state.Leaf], own: dict[Any, state.Leaf]) -> str | None:
