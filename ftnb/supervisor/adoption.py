@@ -138,7 +138,7 @@ class Adoption:
         for slot, op, message in self._deferred:
             if supervisor.run is not None and slot.rank is not None:
                 supervisor.hear(supervisor.run, slot, op, message)
-        supervisor.save_cluster()
+        supervisor.office.save_cluster()
         if supervisor.going_run is not None:
             fleet.run_began()
 

@@ -59,7 +59,7 @@ class Fleet:
         self.engines = engines
         self.ranks = {rank: self._new_slot(rank=rank) for rank in range(self.num_ranks)}
         await engines.start_controller()
-        self._supervisor.save_cluster()
+        self._supervisor.office.save_cluster()
         for slot in self.ranks.values():
             await self._launch(slot)
         deadline = time.monotonic() + START_TIMEOUT_S
@@ -105,8 +105,8 @@ class Fleet:
         """On record before anything can happen to it."""
         if slot.process is not None:
             rank = slot.rank if slot.rank is not None else slot.intended
-            self._supervisor.records.note(SPARE if rank is None else RANK, slot.process, rank)
-        self._supervisor.save_cluster()
+            self._supervisor.office.records.note(SPARE if rank is None else RANK, slot.process, rank)
+        self._supervisor.office.save_cluster()
 
     def watch(self, slot: Slot) -> None:
         """A process that the engines' launcher did not tell, or that an earlier supervisor has started."""
@@ -234,7 +234,7 @@ class Fleet:
             slot.state = "spare"
             self.offer(slot)
         self.notify()
-        self._supervisor.save_cluster()
+        self._supervisor.office.save_cluster()
 
     def offer(self, slot: Slot) -> None:
         """Somebody in the pool is ready: a run that goes on lets it run its cell, else it can fill a slot."""
@@ -255,7 +255,7 @@ class Fleet:
                 slot.state = "idle"
                 self._succeeded(rank)
                 self.notify()
-                self._supervisor.save_cluster()
+                self._supervisor.office.save_cluster()
             elif slot.intended is not None and self.num_spares < sum(s.alive for s in self.pool):
                 self._dismiss(slot)
             else:
@@ -272,7 +272,7 @@ class Fleet:
         self.vacant.discard(rank)
         self.tell(slot, "assign", rank=rank)
         if slot.process is not None:
-            self._supervisor.records.note(RANK, slot.process, rank)
+            self._supervisor.office.records.note(RANK, slot.process, rank)
 
     def take_spare(self, rank: int, run_name: str, step: int) -> None:
         """The planner gives `rank` to somebody who has run the cell."""
@@ -280,14 +280,14 @@ class Fleet:
         slot = min(ready, key=lambda s: (s.intended != rank, s.intended is not None))
         self._put(slot, rank)
         slot.state, slot.joined_step, slot.joined_run = "joining", step, run_name
-        self._supervisor.save_cluster()
+        self._supervisor.office.save_cluster()
 
     def release(self, ranks: tuple[int, ...]) -> None:
         """The cluster has shrunk on purpose: these processes end."""
         for rank in ranks:
             if (slot := self.ranks.pop(rank, None)) is not None:
                 self._dismiss(slot)
-        self._supervisor.save_cluster()
+        self._supervisor.office.save_cluster()
 
     def _dismiss(self, slot: Slot) -> None:
         if slot in self.pool:
@@ -313,7 +313,7 @@ class Fleet:
         # The slots of the dead go at once.
         for rank in [r for r, slot in self.ranks.items() if r >= num_ranks and not slot.alive]:
             self.retired.append(self.ranks.pop(rank))
-        self._supervisor.save_cluster()
+        self._supervisor.office.save_cluster()
         self.tick()
 
     async def complete(self) -> list[int]:
@@ -396,7 +396,7 @@ class Fleet:
         self.notify()
         self._lost_at = time.monotonic()
         # The survivors come first: they need this process, and the cores, to get going again.
-        asyncio.get_running_loop().call_later(0.02, self._supervisor.save_cluster)
+        asyncio.get_running_loop().call_later(0.02, self._supervisor.office.save_cluster)
 
     def _pool_lost(self, slot: Slot, was: str, words: str) -> None:
         run = self._supervisor.going_run
@@ -455,7 +455,7 @@ class Fleet:
         if slot.ring is not None:
             slot.ring.close()
             slot.ring = None
-        self._supervisor.records.compact()
+        self._supervisor.office.records.compact()
 
     def close(self) -> None:
         for slot in self.slots():

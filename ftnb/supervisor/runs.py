@@ -102,7 +102,7 @@ class ActiveRun:
     def save(self) -> None:
         """Put the state on record, then the events of this moment into their file: after a crash none is lost or
         there twice."""
-        self._supervisor.save_run(self)
+        self._supervisor.office.save_run(self)
         for event in self._pending:
             self._recorder.event(event)
         self._pending = []
