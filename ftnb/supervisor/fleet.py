@@ -111,7 +111,7 @@ class Fleet:
     def watch(self, slot: Slot) -> None:
         """A process that the engines' launcher did not tell, or that an earlier supervisor has started."""
         assert self.engines is not None and slot.process is not None
-        self.engines.watch(slot.process, lambda pid, status: self._exited(slot, pid, status))
+        self.engines.watch(slot.process, lambda pid, status: self._exited(slot, pid, status), slot.key)
 
     def _last_words(self, slot: Slot) -> str:
         output = self.engines.output_of(slot.key) if self.engines else ""
@@ -374,9 +374,12 @@ class Fleet:
     # --- the end of a process
 
     def _exited(self, slot: Slot, pid: int, status: int | None) -> None:
-        if slot.process is None or slot.process.pid != pid or slot in self.retired:
+        # Pid 0: the command of a profile's launcher has ended. That matters only if no engine has come from it.
+        if slot in self.retired or pid != (slot.process.pid if slot.process is not None else 0):
             return
         failure, words = proc.describe_exit(status)
+        if pid == 0:
+            words = f"the command of the profile's launcher ended before an engine came from it: {words}"
         was, slot.state, slot.agent = slot.state, "failed", None
         if was == "failed" and slot.problem:
             words = slot.problem.rstrip(".")  # it said itself why it had to be ended
