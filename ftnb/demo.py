@@ -16,7 +16,7 @@ from ftnb.client.session import Session
 from ftnb.core.report import Report
 from ftnb.demo_cell import SOURCE
 from ftnb.display.live import MIN_INTERVAL_S, Terminal
-from ftnb.display.status import run_text, starting_cluster
+from ftnb.display.status import ready_ranks, run_text, starting_cluster
 from ftnb.errors import FtnbError, UsageError
 
 MIN_STEPS = 20
@@ -155,5 +155,4 @@ class _Progress:
 
     def __call__(self, status: dict[str, Any]) -> None:
         text = starting_cluster(status, self.name).text
-        ready = sum(entry["state"] not in ("starting", "failed") for entry in status["ranks"])
-        self.terminal.show(text, ready / status["num_ranks"], text)
+        self.terminal.show(text, ready_ranks(status) / status["num_ranks"], text)

@@ -111,10 +111,10 @@ def check_mode(label: str, value: str) -> None:
 
 def check_recovery(label: str, value: str) -> None:
     if value in LATER_RECOVERIES:
-        raise UsageError(f"{label} {value}: this recovery is not available yet. Use shrink.")
-    if value != "shrink":
-        hint = did_you_mean(value, ("shrink", *LATER_RECOVERIES))
-        raise UsageError(f"{label} takes shrink, not {value!r}.{hint}")
+        raise UsageError(f"{label} {value}: this recovery is not available yet. Use {' or '.join(RECOVERIES)}.")
+    if value not in RECOVERIES:
+        hint = did_you_mean(value, (*RECOVERIES, *LATER_RECOVERIES))
+        raise UsageError(f"{label} takes {' or '.join(RECOVERIES)}, not {value!r}.{hint}")
 
 
 def check_run_name(label: str, value: str) -> None:
@@ -122,7 +122,8 @@ def check_run_name(label: str, value: str) -> None:
 
 
 LATER_MODES = ("allreduce", "fsdp", "pipeline", "tensor")
-LATER_RECOVERIES = ("replace", "restart")
+RECOVERIES = ("replace", "shrink")
+LATER_RECOVERIES = ("restart",)
 DEFAULT_STEPS = 200
 
 TRAIN_OPTIONS = (
@@ -132,7 +133,8 @@ TRAIN_OPTIONS = (
     Option("seed", int, 0, "seed of Python, NumPy, torch and the shuffling", minimum=0, check=check_seed),
     Option("mode", str, "ddp", "how ranks share the work: ddp", check=check_mode),
     Option("clip_norm", float, None, "clip the averaged gradient to this norm", above=0),
-    Option("recovery", str, "shrink", "after a failure: shrink (go on without it)", check=check_recovery),
+    Option("recovery", str, "replace", "after a failure: replace the lost rank, or shrink (go on without it)",
+           check=check_recovery),
     Option("workers", int, 0, "DataLoader worker processes per rank", minimum=0, check=check_workers),
     Option("evaluate_every", int, None, "call evaluate(model) on rank 0 every K steps", minimum=1),
     Option("scheduler_interval", str, "epoch", "step the scheduler once per this", choices=("epoch", "step")),

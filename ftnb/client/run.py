@@ -194,6 +194,16 @@ class Run:
     def unpause(self) -> None:
         self.session.request("unpause", run=self.name)
 
+    def resize(self, num_ranks: int, **others: Any) -> None:
+        """Go on with more ranks or fewer from a step boundary on: those of the cluster. See `Session.resize`."""
+        refuse_unknown("run.resize", (word for word in others if word not in ("progress", "show")), ("num_ranks",))
+        if (state := self.state) in ENDED:
+            raise RunError(
+                f"Run {self.name!r} is over ({state}), so it needs no ranks any more. Those of the cluster: "
+                "%ft_cluster resize -n N (in Python: session.resize(N))."
+            )
+        self.session.resize(num_ranks, **others)
+
     def stop(self, save: bool = True) -> None:
         """End the training now and wait until its files are complete.
 

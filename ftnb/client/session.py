@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from ftnb.client import container, launch
+from ftnb.client import container, ending, launch
 from ftnb.client.names import check_syntax, pack
 from ftnb.client.options import Option, check_train_options, refuse_unknown
+from ftnb.client.resize import resize
 from ftnb.client.run import ENDED, Run, WaitInterrupted
 from ftnb.client.source import cell_text
 from ftnb.errors import ClusterError, NoClusterError, RunError, UsageError
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 START_OPTIONS = (
     Option("num_ranks", int, None, "number of ranks (4, fewer where memory or cores are small)",
            flag="--num-ranks", short="-n", minimum=1),
+    Option("num_spares", int, 0, "warm spares, which take the place of a lost rank at once",
+           flag="--spares", minimum=0),
     Option("name", str, "default", "name of the cluster", check=lambda _, value: paths.check_name(value)),
     Option("profile", str, None, "IPython profile of the engines"),
     Option("backend", str, "auto", "communication of the ranks", choices=("auto", "gloo", "nccl")),
@@ -34,6 +37,8 @@ START_OPTIONS = (
            minimum=0),
     Option("keep", bool, False, "the cluster stays until it is stopped"),
 )  # fmt: skip
+
+_FRESH_S = 1.0  # a number of ranks that is younger is not asked for again
 
 # The sessions of this process, so that starting the same cluster twice gives the same session.
 _sessions: dict[str, Session] = {}
@@ -49,9 +54,10 @@ class Session:
         self._client: ipyparallel.Client | None = None
         self._lock = threading.RLock()
         self._stopped = False
-        self.hello = connection.request("hello")
+        self._num_ranks, self._num_ranks_at = 0, 0.0
+        # Long enough for a supervisor that hangs to be replaced meanwhile.
+        self.hello = self.request("hello", timeout_s=60)
         self.name: str = self.hello["name"]
-        self.num_ranks: int = self.hello["num_ranks"]
 
     # Start and end
 
@@ -76,12 +82,13 @@ class Session:
 
         `progress` is called with the cluster's status while it starts; `show` prints what there is to say.
         """
-        known = (*(option.keyword for option in START_OPTIONS), "num_spares", "engines", "progress", "show")
+        known = (*(option.keyword for option in START_OPTIONS), "engines", "progress", "show")
         refuse_unknown("Session.start", others, known)
-        given = {"num_ranks": num_ranks, "name": name, "profile": profile, "backend": backend,
+        given = {"num_ranks": num_ranks, "num_spares": num_spares, "name": name, "profile": profile, "backend": backend,
                  "threads": threads, "linger_s": linger_s, "keep": keep}  # fmt: skip
         checked = {option.keyword: option.checked(given[option.keyword]) for option in START_OPTIONS}
-        _refuse_later(num_spares, engines)
+        _refuse_later(engines)
+        name, num_spares = checked["name"], checked["num_spares"]
         existing = _living(checked["name"])
         if existing is not None:
             show(existing.already_runs(num_ranks))
@@ -94,24 +101,31 @@ class Session:
                 "has been connected to it for its linger time (60 s, unless it was started with --linger or "
                 "--keep). A second one beside it: %ft_cluster start --name NAME (Session.start(name=NAME))."
             )
+        ending.clear_remains(name)
         room = container.look()
         if num_ranks is None:
-            checked["num_ranks"] = container.default_num_ranks(room)
-        else:
-            container.refuse_more_than_fit(room, num_ranks)
+            checked["num_ranks"] = container.default_num_ranks(room, num_spares)
+        if num_ranks is not None or num_spares:
+            container.refuse_more_than_fit(room, checked["num_ranks"], num_spares)
         if threads is None:
             checked["threads"] = container.default_threads(room, checked["num_ranks"])
         connection, process = launch.start(launch.Plan(**checked), progress or _Printed(show))
         return _register(cls(connection, process))
 
     @classmethod
-    def attach(cls, name: str = "default") -> Session:
-        """Connect to a cluster that runs already, for instance after a restart of the kernel."""
+    def attach(cls, name: str = "default", *, show: Callable[[str], None] = print) -> Session:
+        """Connect to a cluster that runs already, for instance after a restart of the kernel.
+
+        Where the supervisor is dead, but ranks live, a successor is started, which takes them over.
+        """
         paths.check_name(name)
-        return _living(name) or _register(cls(launch.attach(name)))
+        return _living(name) or _register(cls(launch.attach(name, show)))
 
     def stop(self) -> None:
-        """End the training, the ranks and the supervisor; returns when they are gone. Harmless twice."""
+        """End the training, the ranks and the supervisor; returns when they are gone. Harmless twice.
+
+        What does not listen (a supervisor that is dead, stopped or hung) is ended by force.
+        """
         with self._lock:
             if self._stopped:
                 return
@@ -119,30 +133,11 @@ class Session:
                 with contextlib.suppress(Exception):  # its sockets may have gone first
                     self._client.close()
                 self._client = None
-            try:
-                self._connection.request("stop_cluster", timeout_s=launch.STOP_TIMEOUT_S)
-            except (ClusterError, NoClusterError):
-                if self._connection.supervisor_alive():
-                    raise
-            if not launch.wait_until_gone(self._connection, self._process):
-                raise ClusterError(
-                    f"The supervisor of cluster {self.name!r} (pid {self._connection.supervisor_pid}) has "
-                    f"stopped its ranks, but has not ended within {launch.STOP_TIMEOUT_S:.0f} s. Its log: "
-                    f"{paths.cluster_dir(self.name) / 'supervisor.log'}."
-                )
+            ending.stop(self._connection, self._process)
             self._stopped = True
-            self._connection.close()
-            self._clear_away()
         with _sessions_lock:
             if _sessions.get(self.name) is self:
                 del _sessions[self.name]
-
-    def _clear_away(self) -> None:
-        """Remove the cluster's private directory; after a bad end it stays, for the log's sake."""
-        ended_well = self._process is None or self._process.returncode == 0
-        # A supervisor that was killed leaves its connection file; so does one that has just been started.
-        if ended_well and not paths.connection_file(self.name).exists():
-            shutil.rmtree(paths.cluster_dir(self.name), ignore_errors=True)
 
     def __enter__(self) -> Session:
         return self
@@ -151,14 +146,14 @@ class Session:
         self.stop()
 
     def __repr__(self) -> str:
-        return f"Session({self.name!r}, num_ranks={self.num_ranks})"
+        return f"Session({self.name!r}, num_ranks={self._num_ranks})"
 
     def __reduce__(self) -> Any:
         raise TypeError("a Session belongs to the notebook and cannot be sent elsewhere")
 
     @property
     def alive(self) -> bool:
-        return not self._stopped and self._connection.supervisor_alive()
+        return not self._stopped and self._connection.usable
 
     def already_runs(self, wanted: int | None = None) -> str:
         ranks = _count(self.num_ranks)
@@ -178,7 +173,28 @@ class Session:
                 f"The cluster {self.name!r} has been stopped. Start one with %ft_cluster start "
                 "(in Python: Session.start())."
             )
-        return self._connection.request(op, timeout_s=timeout_s, **args)
+        result = self._connection.request(op, timeout_s=timeout_s, **args)
+        if op in ("hello", "status"):
+            self._num_ranks, self._num_ranks_at = result.get("num_ranks", self._num_ranks), time.monotonic()
+        return result
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks the cluster is to have; it may be resized, by another notebook, too."""
+        if not self._stopped and time.monotonic() - self._num_ranks_at > _FRESH_S:
+            with contextlib.suppress(ClusterError, NoClusterError):  # then the last that was heard
+                self.request("status", timeout_s=2)
+            self._num_ranks_at = time.monotonic()
+        return self._num_ranks
+
+    def resize(
+        self, num_ranks: int, *, progress: launch.Progress | None = None, show: Callable[[str], None] = print
+    ) -> None:
+        """Give the cluster more ranks or fewer, also while it trains; returns once all of them work.
+
+        Interrupting (Ctrl-C) ends the waiting, not the resizing.
+        """
+        resize(self, num_ranks, progress, show)
 
     def status(self) -> dict[str, Any]:
         """The cluster's state as a plain dict, with one entry in `ranks` per rank."""
@@ -304,11 +320,18 @@ def _numbers(ranks: list[int]) -> str:
     return ", ".join(str(rank) for rank in sorted(ranks))
 
 
-def _refuse_later(num_spares: int, engines: str) -> None:
-    if num_spares:
-        raise UsageError("Spares (--spares, num_spares) are not available yet. Leave them at 0.")
+def _refuse_later(engines: str) -> None:
     if engines != "local":
         raise UsageError(f"--engines {engines}: only local engines are available yet.")
+
+
+def stop_cluster(name: str = "default") -> None:
+    """End the cluster `name`, in whatever state it is: running, hung, or without a supervisor."""
+    paths.check_name(name)
+    if (session := _living(name)) is not None:
+        session.stop()
+    else:
+        ending.stop_by_name(name)
 
 
 def _living(name: str) -> Session | None:
@@ -334,7 +357,8 @@ class _Printed:
         self.answered = -1
 
     def __call__(self, status: dict[str, Any]) -> None:
-        answered = sum(entry["state"] not in ("starting", "failed") for entry in status["ranks"])
+        ranks = [entry for entry in status["ranks"] if entry["rank"] is not None]
+        answered = sum(entry["state"] not in ("starting", "failed") for entry in ranks)
         if answered != self.answered:
             self.answered = answered
             self.show(

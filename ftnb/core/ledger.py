@@ -51,7 +51,9 @@ class StepAssembler:
     evaluated.
     """
 
-    def __init__(self, dataset_len: int, global_batch: int, evaluate_every: int | None = None) -> None:
+    def __init__(
+        self, dataset_len: int, global_batch: int, evaluate_every: int | None = None, *, next_step: int = 1
+    ) -> None:
         steps_per_epoch(dataset_len, global_batch)  # refuses impossible sizes at once
         self._dataset_len = dataset_len
         self._global_batch = global_batch
@@ -61,7 +63,7 @@ class StepAssembler:
         self._members: tuple[int, ...] = ()
         self._living: set[int] = set()
         self._open_steps: dict[int, _OpenStep] = {}
-        self._next_step = 1
+        self._next_step = next_step  # not 1 when an earlier supervisor has written the lines before
 
     @property
     def next_step(self) -> int:

@@ -69,29 +69,51 @@ def cluster_status(status: Mapping[str, Any], name: str = "default") -> Shown:
 def cluster_text(status: Mapping[str, Any], name: str = "default") -> str:
     lines = [f"Cluster {name}: {status['state']}", _join(_cluster_facts(status))]
     lines += text_table(_RANK_HEADER, _rank_rows(status["ranks"])) if status["ranks"] else ["no ranks"]
+    if problem := status.get("resize_problem"):
+        lines += ["", f"Resizing failed: {problem}"]
     return "\n".join(lines)
 
 
 def cluster_html(status: Mapping[str, Any], name: str = "default") -> str:
     state = str(status["state"])
+    problem = status.get("resize_problem") or ""
+    if problem:
+        problem = f"<div style='color:{COLOURS['failed']}'>Resizing failed: {escape(str(problem))}</div>"
     return (
         "<div style='font-size:var(--jp-ui-font-size1, 13px)'>"
         f"<div><b>Cluster {escape(name)}</b> &middot; "
         f"<b style='color:{COLOURS.get(state, 'inherit')}'>{escape(state)}</b> &middot; "
         f"{escape(_join(_cluster_facts(status)))}</div>"
-        f"{html_table(_RANK_HEADER, _rank_rows(status['ranks']), states=1)}</div>"
+        f"{html_table(_RANK_HEADER, _rank_rows(status['ranks']), states=1)}{problem}</div>"
     )
 
 
 def starting_cluster(status: Mapping[str, Any], name: str) -> Shown:
     """One line while a cluster starts."""
-    ready = sum(entry["state"] not in ("starting", "failed") for entry in status["ranks"])
+    ready = ready_ranks(status)
     total, elapsed = status["num_ranks"], status["elapsed_s"]
     if ready == total:
         text = f"Cluster {name}: {count(total, 'rank')} ready, after {seconds(elapsed)}."
     else:
         text = f"Starting cluster {name}: {ready} of {count(total, 'rank')} ready ({elapsed:.0f} s)"
     return Shown(text, f"<div>{escape(text)}</div>")
+
+
+def resizing_cluster(status: Mapping[str, Any], name: str) -> Shown:
+    """One line while a cluster gets another number of ranks."""
+    present = [entry for entry in status["ranks"] if entry["rank"] is not None]
+    working = sum(entry["state"] in ("idle", "training") for entry in present)
+    text = (
+        f"Resizing cluster {name} to {count(status['num_ranks'], 'rank')}: {len(present)} there, {working} of them "
+        f"working ({status['elapsed_s']:.0f} s)"
+    )
+    return Shown(text, f"<div>{escape(text)}</div>")
+
+
+def ready_ranks(status: Mapping[str, Any]) -> int:
+    """How many ranks have answered; spares do not count."""
+    ranks = [entry for entry in status["ranks"] if entry.get("rank", 0) is not None]
+    return sum(entry["state"] not in ("starting", "failed") for entry in ranks)
 
 
 def _step_text(info: Mapping[str, Any]) -> str:
@@ -143,7 +165,13 @@ def _recent(info: Mapping[str, Any]) -> list[str]:
 
 
 def _cluster_facts(status: Mapping[str, Any]) -> list[str]:
-    facts = [count(len(status["ranks"]), "rank"), f"supervisor pid {status.get('supervisor_pid', '–')}"]
+    spares = sum(entry["rank"] is None for entry in status["ranks"])
+    num_ranks = len(status["ranks"]) - spares
+    facts = [count(num_ranks, "rank"), f"supervisor pid {status.get('supervisor_pid', '–')}"]
+    if spares:
+        facts.insert(1, count(spares, "spare"))
+    if (wanted := status.get("wanted_ranks")) not in (None, num_ranks):
+        facts.insert(1, f"{wanted} wanted")
     if status.get("run"):
         facts += [f"run {status['run']}", f"world size {status['world_size']}"]
         facts.append(f"generation {status['generation']}")

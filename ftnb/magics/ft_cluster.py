@@ -1,24 +1,24 @@
-"""%ft_cluster start | stop | status | attach"""
+"""%ft_cluster start | stop | status | attach | resize"""
 
 from __future__ import annotations
 
 from typing import Any
 
 from ftnb.client.options import Option, did_you_mean
-from ftnb.client.session import START_OPTIONS, Session
+from ftnb.client.resize import NUM_RANKS
+from ftnb.client.session import START_OPTIONS, Session, stop_cluster
 from ftnb.display.live import Output, has_front_end
-from ftnb.display.status import cluster_status, starting_cluster
+from ftnb.display.status import cluster_status, resizing_cluster, starting_cluster
 from ftnb.display.table import show
 from ftnb.errors import UsageError
 from ftnb.magics import current
 from ftnb.magics.arguments import Command, parse
 
 _LATER = (
-    Option("num_spares", int, 0, "spare ranks (not available yet)", flag="--spares", minimum=0),
     Option("engines", str, "local", "where ranks run: local (ssh and slurm are not available yet)"),
 )
 _NAME = next(option for option in START_OPTIONS if option.keyword == "name")
-COMMAND = Command("ft_cluster", "start | stop [NAME] | status | attach [NAME]: the cluster of this notebook",
+COMMAND = Command("ft_cluster", "start | stop [NAME] | status | attach [NAME] | resize -n N: this notebook's cluster",
                   (*START_OPTIONS, *_LATER), positional="ACTION [NAME]")  # fmt: skip
 _PLAIN = {
     "stop": Command("ft_cluster stop", "end the training, the ranks and the supervisor: of this notebook's "
@@ -26,6 +26,8 @@ _PLAIN = {
     "status": Command("ft_cluster status", "the cluster and its ranks"),
     "attach": Command("ft_cluster attach", "connect to a cluster that runs already (default: 'default')",
                       (_NAME,), positional="[NAME]"),
+    "resize": Command("ft_cluster resize", "more ranks, or fewer, from now on, also in the middle of a training",
+                      (NUM_RANKS,)),
 }  # fmt: skip
 _ACTIONS = ("start", *_PLAIN)
 
@@ -40,10 +42,12 @@ def run(line: str) -> Any:
     if action not in _PLAIN:
         hint = did_you_mean(action, _ACTIONS)
         trouble = f"has no action {action!r}.{hint}" if action else "needs an action."
-        raise UsageError(f"%ft_cluster {trouble} Type %ft_cluster {', '.join(_ACTIONS[:-1])} or attach.")
+        raise UsageError(f"%ft_cluster {trouble} Type %ft_cluster {', '.join(_ACTIONS[:-1])} or {_ACTIONS[-1]}.")
     parsed = parse(_PLAIN[action], rest)
     if parsed.help:
         return None
+    if action == "resize":
+        return _resize(parsed.get("num_ranks"))
     name = parsed.words[0] if parsed.words else parsed.get("name")
     return {"stop": _stop, "status": _status, "attach": _attach}[action](name)
 
@@ -87,11 +91,20 @@ def _take(session: Session) -> Session:
 
 def _stop(name: str | None) -> None:
     session = current.session() if name is None else current.session_or_none()
-    if session is None or name not in (None, session.name):
-        session = Session.attach(name)
-    session.stop()
-    current.forget(session)
-    print(f"The cluster {session.name!r} has been stopped.")
+    if session is not None and name in (None, session.name):
+        session.stop()
+        current.forget(session)
+        name = session.name
+    else:
+        stop_cluster(name)
+    print(f"The cluster {name!r} has been stopped.")
+
+
+def _resize(num_ranks: int | None) -> None:
+    session = current.session()
+    output = Output()
+    progress = (lambda status: output.show(resizing_cluster(status, session.name))) if has_front_end() else None
+    session.resize(num_ranks, progress=progress)
 
 
 def _status(_: str | None) -> None:

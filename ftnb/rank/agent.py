@@ -10,21 +10,28 @@ import threading
 import time
 import traceback
 from collections import deque
+from pathlib import Path
 from typing import Any
 
 import zmq
 
 from ftnb.rank.orders import Fault, Orders
-from ftnb.wire import messages, proc, sockets
+from ftnb.wire import messages, proc, reaper, sockets
 
 BEAT_S = 0.1
+# A supervisor is silent when it is busy for a moment, or gone; then its successor may be somewhere else.
+SILENT_S = 1.5
+# A supervisor may be stopped for some seconds, or take a while to be replaced; and the guardian comes first.
+ALONE_EXTRA_S = 20.0
 
 
 class Agent:
     """Heartbeats and answers out, commands in; starts and owns the training thread."""
 
-    def __init__(self, connection: sockets.Connection, rank: int, linger_s: float) -> None:
-        self.rank = rank
+    def __init__(self, connection: sockets.Connection, rank: int | None, linger_s: float) -> None:
+        self.rank = rank  # None: a spare
+        self.names: bytes | None = None  # what came with the last cell, for processes that join later
+        self.warm: dict[str, Any] = {}  # what was told when torch was loaded, for a new supervisor
         self.orders = Orders()
         self.training: Any = None  # ftnb.rank.loop.Training while a run is loaded
         self.last_training: Any = None
@@ -36,6 +43,7 @@ class Agent:
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
         self._last_word = time.monotonic()
+        self._term = 0
         self.phase = "starting"
 
     def start(self) -> None:
@@ -48,7 +56,11 @@ class Agent:
         """A line of its own for the thread that calls."""
         from ftnb.rank.link import WorkLink
 
-        return WorkLink(self._context, self._connection, self.rank, self.orders)
+        return WorkLink(self._context, self, self.orders)
+
+    @property
+    def connection(self) -> sockets.Connection:
+        return self._connection
 
     def next_work(self) -> dict[str, Any]:
         return self._work.get()
@@ -62,19 +74,20 @@ class Agent:
     # --- the agent thread
 
     def _serve(self) -> None:
-        identity = f"agent-{self.rank}-{os.getpid()}".encode()
+        identity = f"agent-{os.getpid()}".encode()
         sock = sockets.peer_socket(
             self._context, zmq.DEALER, self._connection, self._connection.rank_port, identity
         )
         me = proc.identify(os.getpid())
         assert me is not None
         self._send(
-            sock, "hello", pid=me.pid, started=me.started, host=platform.node(), python=platform.python_version()
+            sock, "hello", key=os.environ["FTNB_KEY"], pid=me.pid, started=me.started, host=platform.node(),
+            python=platform.python_version(),
         )
         poller = zmq.Poller()
         poller.register(sock, zmq.POLLIN)
         poller.register(self._wake_read, zmq.POLLIN)
-        next_beat = time.monotonic()
+        next_beat = looked = time.monotonic()
         while True:
             ready = dict(poller.poll(max(0.0, next_beat - time.monotonic()) * 1000))
             if self._wake_read in ready:
@@ -84,30 +97,62 @@ class Agent:
             while sock.poll(0):
                 self._last_word = time.monotonic()
                 try:
-                    self._obey(sock, messages.decode(sock.recv_multipart()))
+                    message = messages.decode(sock.recv_multipart())
+                    if message.get("term", 0) >= self._term:  # else from a supervisor that has been replaced
+                        self._term = message.get("term", 0)
+                        self._obey(sock, message)
                 except Exception:  # a command that fails must not silence the heartbeats
                     self._send(sock, "agent_error", traceback=traceback.format_exc())
             now = time.monotonic()
             if now >= next_beat:
                 self._beat(sock)
                 next_beat = max(next_beat + BEAT_S, now)
-            if now - self._last_word > self._linger_s:
+            if now - self._last_word > self._linger_s + ALONE_EXTRA_S:
                 self._end_alone()
+            if now - self._last_word > SILENT_S and now - looked > SILENT_S:
+                looked = now
+                self._follow(sock)
 
     def _end_alone(self) -> None:
-        """The supervisor is gone for good: nobody could stop this process, or the controller, any more."""
-        pid, _, started = os.environ.get("FTNB_CONTROLLER", "").partition(":")
-        if pid and proc.ProcessId(int(pid), started).is_alive():
-            proc.kill_session(int(pid))
+        """No word for too long: nobody could stop this process any more.
+
+        The guardian should have ended the whole cluster by now; should it be gone as well, this rank does it, except
+        when there is a supervisor, from which this rank alone is cut off.
+        """
+        cluster_dir = Path(os.environ["FTNB_CONNECTION"]).parent
+        if not reaper.beats(cluster_dir, within_s=self._linger_s + ALONE_EXTRA_S):
+            reaper.reap(cluster_dir)
         os._exit(3)
+
+    def _follow(self, sock: zmq.Socket) -> None:
+        """A supervisor that took over keeps keys and, if it can, ports; else it tells the new ones in the file."""
+        try:
+            found = sockets.Connection.load(Path(os.environ["FTNB_CONNECTION"]))
+        except (OSError, ValueError, TypeError):
+            return
+        before, self._connection = self._connection, found
+        if found.rank_port != before.rank_port:
+            sock.disconnect(before.url(before.rank_port))
+            sock.connect(found.url(found.rank_port))
 
     def _send(self, sock: zmq.Socket, op: str, **fields: Any) -> None:
         sock.send_multipart(messages.encode({"op": op, "rank": self.rank, **fields}))
 
     def _beat(self, sock: zmq.Socket) -> None:
         training = self.training
-        step = (training.in_flight or training.committed) if training else None
-        self._send(sock, "beat", phase=self.phase, step=step)
+        step = (training.in_flight or max(training.committed, 0)) if training and training.rank is not None else None
+        self._send(sock, "beat", phase=self.phase, step=step, term=self._term)
+
+    def _standing(self) -> dict[str, Any]:
+        """Where this rank stands, for a supervisor that has just taken over."""
+        training = self.training
+        standing = {"phase": self.phase, "host": platform.node(), **self.warm}
+        if training is not None:
+            standing |= {
+                "run": training.options["name"], "generation": training.generation, "stage": training.stage,
+                "committed": training.committed, "digest": training.digest,
+            }
+        return standing
 
     def _obey(self, sock: zmq.Socket, message: dict[str, Any]) -> None:
         op = message.get("op")
@@ -127,7 +172,14 @@ class Agent:
             if self.training is not None:
                 self.training.abort()
         elif op == "load":
+            self.names = message.get("names")
             self._work.put(message)
+        elif op == "assign":
+            self._take_slot(message["rank"])
+        elif op == "adopt":
+            self._send(sock, "standing", **self._standing())
+        elif op == "give_names":
+            self._send(sock, "names", names=self.names or b"")
         elif op == "fault":
             fault = Fault(message["fault_id"], message["kind"], message["at_step"])
             accepted = self.orders.add_fault(fault)
@@ -138,6 +190,12 @@ class Agent:
             self._weights(sock)
         elif op == "exit":
             os._exit(0)
+
+    def _take_slot(self, rank: int) -> None:
+        self.rank = rank
+        os.environ["FTNB_RANK"] = str(rank)
+        if self.training is not None:
+            self.training.rank = rank  # it waits for its first generation
 
     def _weights(self, sock: zmq.Socket) -> None:
         """Lay a copy of the weights ready: between two steps while a run goes on, else right away."""

@@ -6,10 +6,15 @@ written when its peer goes, or that meets a reset connection in the wrong moment
 ever, more likely the larger the gradients. So the training thread waits in short slices and looks in between
 whether the group is given up. What is stuck inside Gloo stays there, and its group is never destroyed, because
 that would wait for it.
+
+Sends and receives are worse still: only who waits for them learns that they have ended, a wait that times out closes
+all connections of the group, and the message that is half written or half read when the sockets go is never told
+(with large messages there nearly always is one). So a thread of its own waits for them.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -20,15 +25,46 @@ import torch.distributed as dist
 
 # How long a wait goes on before it looks up. An operation that ends, or fails, ends the wait at once.
 SLICE = timedelta(milliseconds=20)
-# After an abort, what Gloo has in hand ends within milliseconds, or never.
-SETTLE_S = 0.02
+# Once Gloo has closed its connections, what it has in hand ends at once, or never. It is not waited for any longer:
+# a group that is kept for nothing goes when the next one is destroyed.
+SETTLE_S = 0.002
+# For sends and receives, Work.wait() without a limit has that of the group's forming, a fraction of a second. This
+# one is longer than any transfer; what is stuck is let go when it is over.
+TRANSFER_TIMEOUT = timedelta(hours=1)
 # Groups that had an operation in hand when they were given up, with their collectives. The destructor of a group
 # waits for its operations, so a group stays here until they have ended; those that are stuck stay for good.
 _unsettled: list[tuple[Any, Collectives]] = []
 
 
+Message = tuple[torch.Tensor, int]  # contiguous tensor, torch rank of the peer
+
+
 class BrokenOff(RuntimeError):
     """The collective was broken off because the group is given up."""
+
+
+class _Waiter(threading.Thread):
+    """Waits for sends and receives; `woken` is set at the first failure, at the end, or by who gives the group up."""
+
+    def __init__(self, works: list[dist.Work], device: torch.device) -> None:
+        super().__init__(name="ftnb-transfer", daemon=True)
+        self._works, self._device = works, device
+        self.woken = threading.Event()
+        self.error: RuntimeError | None = None
+
+    def run(self) -> None:
+        # To the end, also after a failure: as long as Gloo has any of them in hand, the group must live.
+        for work in self._works:
+            try:
+                work.wait(TRANSFER_TIMEOUT)
+            except RuntimeError as error:
+                if self.error is None:
+                    self.error = error
+                    self.woken.set()
+        if self._device.type == "cuda":  # NCCL has only queued them
+            torch.cuda.synchronize(self._device)
+        self._works = []
+        self.woken.set()
 
 
 class Collectives:
@@ -37,10 +73,13 @@ class Collectives:
     def __init__(self) -> None:
         self.broken = False
         self._in_hand: list[dist.Work] = []
+        self._waiter: _Waiter | None = None
 
     def break_off(self) -> None:
         """Let the collective that is waited for, and every later one, raise `BrokenOff`."""
         self.broken = True
+        if (waiter := self._waiter) is not None:
+            waiter.woken.set()
 
     def sum_gradients(self, _, bucket):  # DDP inspects annotations and takes no strings for them
         """DDP communication hook: start the sum over all ranks (each has scaled its loss by its share already).
@@ -72,10 +111,46 @@ class Collectives:
                     for tensor, new in zip(same, flat.split([t.numel() for t in same])):
                         tensor.copy_(new.view_as(tensor))
 
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        """Send and receive point to point, all at once; messages between two ranks arrive in the order given.
+
+        Received bytes go straight into the tensors. After `BrokenOff` Gloo may go on writing into them until it
+        has closed the connections; see `Group.destroy`.
+        """
+        if not sends and not receives:
+            return
+        works: list[dist.Work] = []
+        waiter = self._waiter = _Waiter(works, (sends or receives)[0][0].device)
+        try:
+            self._start(sends, receives, works)
+        finally:
+            waiter.start()
+        if not self.broken:  # looked at when `break_off` can find the waiter already
+            waiter.woken.wait()
+        if self.broken:
+            raise BrokenOff("the process group was given up")
+        if waiter.error is not None:
+            raise waiter.error
+        self._waiter = None
+
+    @staticmethod
+    def _start(sends: Sequence[Message], receives: Sequence[Message], works: list[dist.Work]) -> None:
+        """Start them all; what has begun is in `works` also when one cannot be started any more."""
+        world = dist.group.WORLD
+        if (sends or receives)[0][0].device.type == "cuda":  # NCCL wants them in one batch
+            operations = [dist.P2POp(dist.isend, tensor, group_peer=peer, group=world) for tensor, peer in sends]
+            operations += [dist.P2POp(dist.irecv, tensor, group_peer=peer, group=world) for tensor, peer in receives]
+            works += dist.batch_isend_irecv(operations)
+            return
+        for tensor, peer in sends:
+            works.append(dist.isend(tensor, group_dst=peer))
+        for tensor, peer in receives:
+            works.append(dist.irecv(tensor, group_src=peer))
+
     def settled(self, within_s: float) -> bool:
         """Wait for what Gloo still has in hand; False when something seems to be stuck."""
         deadline = time.monotonic() + within_s
-        while not all(work.is_completed() for work in self._in_hand):
+        while not all(work.is_completed() for work in self._in_hand) or (self._waiter and self._waiter.is_alive()):
             if time.monotonic() >= deadline:
                 return False
             time.sleep(0.001)

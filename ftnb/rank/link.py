@@ -27,16 +27,32 @@ __all__ = ["Superseded", "WorkLink"]
 class WorkLink:
     """Control messages and store requests over a socket, step reports through shared memory. Training thread only."""
 
-    def __init__(self, context: zmq.Context, connection: sockets.Connection, rank: int, orders: Orders) -> None:
-        self.rank = rank
+    def __init__(self, context: zmq.Context, agent: Any, orders: Orders) -> None:
+        self._agent = agent
         self._orders = orders
         self._ids = itertools.count(1)
         self._owner_pid = os.getpid()
-        identity = f"work-{rank}-{os.getpid()}".encode()
-        self._control = sockets.peer_socket(context, zmq.DEALER, connection, connection.rank_port, identity)
+        self._connection = agent.connection
+        identity = f"work-{os.getpid()}".encode()
+        self._control = sockets.peer_socket(
+            context, zmq.DEALER, self._connection, self._connection.rank_port, identity
+        )
         self._ring = RingWriter(Path(os.environ["FTNB_RING"]))
 
+    @property
+    def rank(self) -> int | None:
+        return self._agent.rank
+
+    def _follow(self) -> None:
+        """A new supervisor may listen on other ports."""
+        before, self._connection = self._connection, self._agent.connection
+        if self._connection.rank_port != before.rank_port:
+            self._control.disconnect(before.url(before.rank_port))
+            self._control.connect(self._connection.url(self._connection.rank_port))
+
     def tell(self, op: str, **fields: Any) -> None:
+        if self._connection is not self._agent.connection:
+            self._follow()
         self._control.send_multipart(messages.encode({"op": op, "rank": self.rank, **fields}))
 
     def report(self, record: list[Any]) -> None:

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ftnb.core import sampler
 from ftnb.errors import CheckError
-from ftnb.rank import cell, state
+from ftnb.rank import cell, state, transfer
 from ftnb.rank.data import BatchSource
 from ftnb.rank.group import FORM_TIMEOUT_S, MAX_FORM_TIMEOUT_S, Group
 from ftnb.rank.link import WorkLink
@@ -48,11 +48,16 @@ class Training:
     """One run on one rank. Lives in the training thread; `abort` alone is called from the agent thread."""
 
     def __init__(
-        self, job: cell.Job, options: dict[str, Any], rank: int, backend: str, link: WorkLink, orders: Orders
+        self, job: cell.Job, options: dict[str, Any], rank: int | None, backend: str, link: WorkLink, orders: Orders,
+        joins: bool = False,
     ) -> None:
-        self.job, self.options, self.rank = job, options, rank
+        self.job, self.options = job, options
+        self.rank = rank  # None: a spare, which gets its slot before its first generation
         self.total_steps: int = options["total_steps"]
-        self.committed = 0
+        # Somebody who joins a training that goes on holds no state of it until it is copied (-1).
+        self.committed = -1 if joins else 0
+        self.stage = "waiting"  # then "ready", "training", "held", "finished"
+        self.digest: str | None = None  # of the weights, once finished
         self.in_flight: int | None = None
         self.generation = 0
         self.weights: list[tuple[str, str, list[int], bytes]] | None = None
@@ -89,7 +94,7 @@ class Training:
                 self._take_wanted_snapshot()
                 if generation <= self.generation:
                     continue
-                self.generation = generation
+                self.generation, self.stage, self.digest = generation, "ready", None
                 self._link.tell(
                     "ready", generation=generation, committed=self.committed, in_flight=self.in_flight,
                     failure=failure,
@@ -111,6 +116,8 @@ class Training:
                     self.abort()  # so that the neighbours, too, notice at once
                     self._link.tell("step_failed", generation=generation, failure=failure)
                 finally:
+                    if self.stage != "finished":
+                        self.stage = "waiting"
                     self._leave_group()
         except Dropped:
             pass
@@ -130,20 +137,24 @@ class Training:
         self._form_timeout_s = FORM_TIMEOUT_S
         formed_at = time.time()
         first_step = order["first_step"]
-        self._share_state(group, order)
+        # Before anything is given away: who joins shall not get statistics of a step that is to be done again.
         if self.in_flight == first_step and self._snapshot.step == first_step and self.committed == first_step - 1:
             self._snapshot.restore()
+        self._share_state(group, order)
         self.in_flight = None
         ddp = self._wrap(group)
         self.source.begin(first_step, group.torch_rank, group.world_size)
+        self.stage = "training"
         self._link.tell("formed", generation=group.generation, formed_at=formed_at, restored_at=time.time())
         if order.get("evaluate") and group.torch_rank == 0:
             self._evaluate(order["evaluate"])
         for step in range(first_step, self.total_steps + 1):
             while (held_after := self._orders.enter_step(step, group.generation)) is not None:
                 self._take_wanted_snapshot()
+                self.stage = "held"
                 self._link.tell("held", generation=group.generation, step=held_after)
                 self._orders.wait_released(step, group.generation)
+                self.stage = "training"
             self._take_wanted_snapshot()
             self._step(step, ddp, group)
         self._finish(group)
@@ -177,30 +188,20 @@ class Training:
         self._forward_called = True
 
     def _share_state(self, group: Group, order: dict[str, Any]) -> None:
-        """The most advanced member copies its state to those that are a step behind."""
-        source, behind = order["source"], order["behind"]
-        if source is None:
+        """Everybody who is up to date gives a part of the state to those that are behind, or have just joined."""
+        if order["source"] is None:
             return
-        job = self.job
-        source_torch_rank = group.members.index(source)
-
-        def broadcast(tensor: torch.Tensor) -> None:
-            group.collectives.broadcast([tensor], source_torch_rank)
-
-        if self.rank == source:
-            full = {
-                "model": job.model.state_dict(), "optimizer": job.optimizer.state_dict(),
-                "scheduler": cell.scheduler_state(job.scheduler) if job.scheduler is not None else None,
-            }
-            state.give_state(full, broadcast, job.device)
+        roles = transfer.Roles(group.members, order["source"], order["behind"])
+        transport = self.job.device if self._backend == "nccl" else torch.device("cpu")
+        if self.rank not in roles.behind:
+            transfer.give(self.job, group.collectives, roles, self.rank, transport)
             return
-        full = state.take_state(broadcast, job.device)
-        if self.rank in behind:
-            job.model.load_state_dict(full["model"])
-            job.optimizer.load_state_dict(full["optimizer"])
-            if job.scheduler is not None:
-                job.scheduler.load_state_dict(full["scheduler"])
-            self.committed = order["first_step"] - 1
+        transfer.take(self.job, group.collectives, roles, transport, self._invalidate)
+        self.committed = order["first_step"] - 1
+
+    def _invalidate(self) -> None:
+        """From here until the new state is complete, this rank has none. Should that be broken off, it says so."""
+        self.committed, self.in_flight = -1, None
 
     def _share_buffers(self, group: Group) -> None:
         """Everybody takes the buffers (BatchNorm statistics) of the first rank, as DDP does by default."""
@@ -375,8 +376,9 @@ class Training:
     def _finish(self, group: Group) -> None:
         """Last step done: make the buffers equal (each rank has seen other samples), and tell the digest."""
         self._share_buffers(group)
-        digest = state.weights_digest(self.job.model)
-        self._link.tell("finished", generation=group.generation, digest=digest)
+        self.digest = state.weights_digest(self.job.model)
+        self._link.tell("finished", generation=group.generation, digest=self.digest)
+        self.stage = "finished"
 
     def _take_wanted_snapshot(self) -> None:
         if self._orders.take_snapshot_wish():
@@ -384,6 +386,8 @@ class Training:
 
     def take_weights(self) -> dict[str, Any]:
         """Copy the model's state for the notebook, between two steps; returns the answer to the supervisor."""
+        if self.committed < 0:
+            return {"step": None}  # half a state; another rank is asked
         try:
             self.weights = [
                 (name, str(t.dtype), list(t.shape), state.as_bytes(t).numpy().tobytes())
@@ -401,7 +405,7 @@ class Training:
         if isinstance(error, RuntimeError) and _talks_to_peers(error):
             collective = any(sign in text for sign in _COLLECTIVE_SIGNS)
             aborted = self._group is not None and self._group.aborted
-        step = self.in_flight if self.in_flight is not None else self.committed
+        step = self.in_flight if self.in_flight is not None else max(self.committed, 0)
         details = cell.describe_error(error, step)
         if isinstance(error, CheckError):
             details["check"] = True

@@ -34,10 +34,11 @@ def work(agent: Agent) -> None:
 
     while not InteractiveShell.initialized():
         time.sleep(0.02)
-    link.tell(
-        "warm", import_s=time.time() - started, torch=torch.__version__,
-        num_gpus=torch.cuda.device_count() if torch.cuda.is_available() else 0,
-    )
+    agent.warm = {
+        "import_s": time.time() - started, "torch": torch.__version__,
+        "num_gpus": torch.cuda.device_count() if torch.cuda.is_available() else 0, "engine_id": _engine_id(),
+    }
+    link.tell("warm", **agent.warm)
     agent.phase = "idle"
     while True:
         message = agent.next_work()
@@ -49,6 +50,13 @@ def work(agent: Agent) -> None:
             link.tell("broken", reason=f"internal error: {cell.describe_error(error)['traceback']}")
         finally:
             agent.phase = "idle"
+
+
+def _engine_id() -> int | None:
+    """The number under which ipyparallel knows this engine."""
+    from traitlets.config import Application
+
+    return getattr(Application._instance, "id", None)
 
 
 def _do_not_preempt() -> None:
@@ -92,7 +100,9 @@ def _run(agent: Agent, link: Any, message: dict[str, Any]) -> None:
         job = cell.check(namespace, options, device, message["world_size"])
         signature = cell.signature(job)
         options |= _lengths(job, options)
-        training = Training(job, options, agent.rank, message["backend"], link, agent.orders)
+        training = Training(
+            job, options, agent.rank, message["backend"], link, agent.orders, joins=message.get("joins", False)
+        )
     except CheckError as error:
         link.tell("loaded", run=message["run"], ok=False, kind="check", error={"evalue": str(error)})
         return

@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 
 def new_run_directory(parent: Path, name: str) -> Path:
@@ -39,6 +39,13 @@ def _or_remember(method: Callable[..., None]) -> Callable[..., None]:
     return guarded
 
 
+class Kept(NamedTuple):
+    """What the files hold when they are opened again."""
+
+    events: list[dict[str, Any]]
+    metrics: list[dict[str, Any]]
+
+
 class Recorder:
     """Writes one run's files. Events go to the disk at once, metrics and ledger with the next `flush`.
 
@@ -49,10 +56,39 @@ class Recorder:
         self.directory = directory
         self.problem: str | None = None
         (directory / "logs").mkdir(exist_ok=True)
-        self._events = self._open("events.jsonl")
+        self._events = (directory / "events.jsonl").open("ab", buffering=0)
         self._metrics = self._open("metrics.jsonl")
         self._ledger = self._open("ledger.jsonl")
         self._logs: dict[int, TextIO] = {}
+
+    @classmethod
+    def reopen(cls, directory: Path, events_size: int, pending: list[dict[str, Any]]) -> tuple[Recorder, Kept]:
+        """Go on with files whose writer was killed in the middle of anything.
+
+        `events_size` and `pending`: how long the events file was, and which events were about to be written. Half
+        lines are cut off, and metrics and ledger to the same number of lines: the ranks keep what is missing.
+        """
+        events = _whole_lines(directory / "events.jsonl", events_size)
+        metrics, ledger = (_whole_lines(directory / f"{name}.jsonl") for name in ("metrics", "ledger"))
+        rows = min(len(metrics), len(ledger))
+        for name, lines in (("metrics", metrics), ("ledger", ledger)):
+            with contextlib.suppress(FileNotFoundError):
+                os.truncate(directory / f"{name}.jsonl", sum(map(len, lines[:rows])))
+        with contextlib.suppress(FileNotFoundError):
+            os.truncate(directory / "events.jsonl", sum(map(len, events)))
+        recorder = cls(directory)
+        for event in pending:
+            recorder.event(event)
+        kept = Kept([*map(json.loads, events), *pending], [json.loads(line) for line in metrics[:rows]])
+        return recorder, kept
+
+    @property
+    def events_size(self) -> int:
+        """Bytes in the events file."""
+        try:
+            return os.fstat(self._events.fileno()).st_size
+        except (OSError, ValueError):  # closed: the run is over, nothing is added any more
+            return (self.directory / "events.jsonl").stat().st_size if self.directory.exists() else 0
 
     def _open(self, name: str) -> TextIO:
         return open(self.directory / name, "a", encoding="utf-8", errors="backslashreplace")
@@ -65,8 +101,7 @@ class Recorder:
 
     @_or_remember
     def event(self, event: dict[str, Any]) -> None:
-        self._events.write(json.dumps(_finite(event)) + "\n")
-        self._events.flush()
+        self._events.write((json.dumps(_finite(event)) + "\n").encode())
 
     @_or_remember
     def step(self, metrics: dict[str, Any], ledger: dict[str, Any]) -> None:
@@ -93,6 +128,14 @@ class Recorder:
         for file in (self._events, self._metrics, self._ledger, *self._logs.values()):
             with contextlib.suppress(OSError):
                 file.close()
+
+
+def _whole_lines(path: Path, limit_bytes: int | None = None) -> list[bytes]:
+    try:
+        data = path.read_bytes()[:limit_bytes]
+    except FileNotFoundError:
+        return []
+    return data[: data.rfind(b"\n") + 1].splitlines(keepends=True)
 
 
 def _finite(value: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import ftnb
 from ftnb.core import planner
-from ftnb.errors import RunError, UsageError
+from ftnb.errors import ClusterError, RunError, UsageError
 from ftnb.supervisor import training
 from ftnb.supervisor.runs import ActiveRun
 
@@ -23,9 +23,14 @@ async def hello(supervisor: Supervisor, **_: Any) -> dict[str, Any]:
     return {
         "name": supervisor.name, "supervisor_pid": os.getpid(), "version": ftnb.__version__,
         "num_ranks": supervisor.num_ranks, "backend": supervisor.backend(), "threads": supervisor.threads,
-        "ipp_file": supervisor.engines.client_file if stands else None,
+        "ipp_file": supervisor.engines.client_file if stands else None, "num_spares": supervisor.fleet.num_spares,
+        "term": supervisor.term,
         "state": supervisor.state, "run": supervisor.run.name if supervisor.run else None,
     }
+
+
+async def ping(supervisor: Supervisor, **_: Any) -> dict[str, Any]:
+    return {}
 
 
 async def status(supervisor: Supervisor, **_: Any) -> dict[str, Any]:
@@ -35,7 +40,9 @@ async def status(supervisor: Supervisor, **_: Any) -> dict[str, Any]:
         "state": run.state if run and not run.is_over else supervisor.state,
         "generation": run.generation if run else 0,
         "world_size": len(run.members) if run and not run.is_over else sum(s.usable for s in supervisor.ranks.values()),
-        "run": run.name if run else None, "num_ranks": supervisor.num_ranks, "ranks": supervisor.rank_statuses(),
+        "run": run.name if run else None, "num_ranks": supervisor.num_ranks, "ranks": supervisor.fleet.statuses(),
+        "num_spares": supervisor.fleet.num_spares, "wanted_ranks": supervisor.num_ranks, "term": supervisor.term,
+        "resize_problem": supervisor.resize_problem(), "notes": [*supervisor.fleet.notes],
         "backend": supervisor.backend(), "threads": supervisor.threads, "error": supervisor.error,
     }
 
@@ -86,7 +93,29 @@ async def inject(
         raise UsageError(f"The fault kind {kind!r} is not available yet; this version injects 'kill'.")
     if rank is not None and rank not in supervisor.ranks:
         raise UsageError(f"There is no rank {rank}: this cluster has ranks 0 to {supervisor.num_ranks - 1}.")
-    return await going_run(supervisor, run).inject(kind, rank, at_step, after_s)
+    return await going_run(supervisor, run).faults.inject(kind, rank, at_step, after_s)
+
+
+async def resize(supervisor: Supervisor, num_ranks: int, run: str | None = None, **_: Any) -> dict[str, Any]:
+    """Change the number of ranks; answers at once, the rest happens in the background."""
+    was = supervisor.num_ranks
+    if not isinstance(num_ranks, int) or num_ranks < 1:
+        raise UsageError(f"A cluster needs at least 1 rank, not {num_ranks!r}. To end it: %ft_cluster stop.")
+    if supervisor.state != "idle":
+        raise ClusterError(f"The cluster is {supervisor.state}; try again when %ft_cluster status says idle.")
+    if supervisor.training_task_active and (supervisor.run is None or supervisor.run.is_over):
+        raise RunError("A run is just being started; resize the cluster when its first step is done.")
+    if run is not None:
+        going_run(supervisor, run)
+    going = supervisor.going_run
+    if going is not None and num_ranks > going.options["global_batch"]:
+        raise UsageError(
+            f"Run {going.name!r} has a global batch of {going.options['global_batch']} samples: with {num_ranks} ranks "
+            "some would never get one. Resize to fewer, or start a run with a larger --global-batch."
+        )
+    if num_ranks != was:
+        supervisor.fleet.resize(num_ranks)
+    return {"num_ranks": num_ranks, "was": was}
 
 
 async def prepare_weights(supervisor: Supervisor, run: str | None = None, **_: Any) -> dict[str, Any]:
@@ -94,7 +123,7 @@ async def prepare_weights(supervisor: Supervisor, run: str | None = None, **_: A
     if active is not supervisor.run:
         raise RunError(f"The ranks hold another run's weights by now ({supervisor.run and supervisor.run.name!r}).")
     for rank in active.members:
-        if not supervisor.ranks[rank].usable:
+        if rank not in supervisor.ranks or not supervisor.ranks[rank].usable:
             continue
         future = supervisor.weights.get(rank)
         if future is None:  # else somebody has asked already, and shares the answer
@@ -105,7 +134,7 @@ async def prepare_weights(supervisor: Supervisor, run: str | None = None, **_: A
             if "problem" in answer:
                 raise RunError(f"The weights cannot be sent: {answer['problem']}.")
             if answer["step"] is not None:
-                return {"rank": rank, "engine": rank, "step": answer["step"]}
+                return {"rank": rank, "engine": supervisor.ranks[rank].engine_id, "step": answer["step"]}
     raise RunError(f"No living rank holds the weights of run {active.name!r} any more. Run the cell again.")
 
 
@@ -140,6 +169,7 @@ def call_load_off(supervisor: Supervisor) -> None:
 HANDLERS: dict[str, Callable[..., Awaitable[dict[str, Any]]]] = {
     handler.__name__: handler
     for handler in (
-        hello, status, train, run_info, wait, pause, unpause, stop_run, inject, prepare_weights, stop_cluster
+        hello, ping, status, train, run_info, wait, pause, unpause, stop_run, inject, resize, prepare_weights,
+        stop_cluster,
     )
 }

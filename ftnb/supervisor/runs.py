@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
+import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,9 @@ from ftnb.core import planner, protocol, sampler
 from ftnb.core.events import make_event
 from ftnb.core.ledger import Line, StepAssembler
 from ftnb.core.report import useful_seconds
-from ftnb.errors import RunError, UsageError
+from ftnb.errors import RunError
+from ftnb.supervisor import joining
+from ftnb.supervisor.faults import Faults
 from ftnb.supervisor.recorder import Recorder
 
 if TYPE_CHECKING:
@@ -23,19 +25,32 @@ if TYPE_CHECKING:
 ENDED = ("finished", "stopped", "failed")
 
 
+# Transitions that need not be on record: a successor hears of them again, from the ranks or their reports.
+_TOLD_AGAIN = (
+    protocol.Tick, protocol.StepCommitted, protocol.RankReady, protocol.RankFormed, protocol.HoldAnswered,
+    protocol.RankHeld, protocol.RankFinished,
+)
+_INWARD = (protocol.Emit, protocol.OpenGeneration, protocol.CloseGeneration, protocol.End)
+
+
 class ActiveRun:
-    """A run from its start to its end; afterwards it only answers questions."""
+    """A run from its start to its end; afterwards it only answers questions.
+
+    `job` is what does not change: name, directory, options, cell, cwd, sys_path, backend, dataset_len, total_steps,
+    num_ranks, started, versions, signature. With it and `record()` a successor goes on (`restored`).
+    """
 
     def __init__(
-        self, supervisor: Supervisor, *, name: str, directory: Path, options: dict[str, Any], cell: str,
-        dataset_len: int, total_steps: int, members: list[int], versions: dict[str, str],
+        self, supervisor: Supervisor, job: dict[str, Any], names: bytes | None, record: dict[str, Any] | None = None
     ) -> None:
-        self._supervisor = supervisor
+        self._supervisor, self._job = supervisor, job
         self._final_ranks: list[dict[str, Any]] | None = None
-        self.name, self.directory, self.options = name, directory, options
-        self.dataset_len, self.total_steps = dataset_len, total_steps
-        self.num_ranks = len(members)
-        self.started = time.time()
+        self.name, self.directory, self.options = job["name"], Path(job["directory"]), job["options"]
+        self.cell, self.cwd, self.sys_path, self.backend = job["cell"], job["cwd"], job["sys_path"], job["backend"]
+        self.dataset_len, self.total_steps = job["dataset_len"], job["total_steps"]
+        self.num_ranks, self.started, self.signature = job["num_ranks"], job["started"], job["signature"]
+        self.names = names  # the notebook's names that the cell needs; None: to be asked for (a new supervisor)
+        self.no_joining = ""  # why nobody can join any more
         self.ended: float | None = None
         self.state = "starting"
         self.reason = ""
@@ -45,35 +60,124 @@ class ActiveRun:
         self.failures = 0
         self.changed = asyncio.Event()  # set and replaced whenever something that people wait for happens
         self.recent: deque[str] = deque(maxlen=12)
+        self.faults = Faults(supervisor, self)
         self._digests: dict[int, str] = {}
-        self._versions, self._cell = versions, cell
         self._steps_s: deque[tuple[float, int]] = deque(maxlen=50)  # (commit time, step)
         self._useful_s = 0.0
         self._last_commit: float | None = None
-        self._state = planner.new(total_steps)
-        self._assembler = StepAssembler(dataset_len, options["global_batch"], options["evaluate_every"])
-        self._recorder = Recorder(directory)
-        self._open_generation = 0
+        self._state = planner.new(self.total_steps, refill=self.options["recovery"] == "replace")
+        self._open_generation, self._open_members, self._open_first = 0, (), 1
         self._evaluated_step = 0
-        self._faults: dict[int, dict[str, Any]] = {}
-        self._fault_ids = itertools.count(1)
+        self._flushed_step = 0
+        self._pending: list[dict[str, Any]] = []
+        self._handling = 0
+        sizes = (self.dataset_len, self.options["global_batch"], self.options["evaluate_every"])
+        if record is not None:
+            self._restore(record, sizes)
+            return
+        self._recorder = Recorder(self.directory)
+        self._assembler = StepAssembler(*sizes)
         self._write_run()
-        self._emit(
-            "run_started", f"{total_steps} steps on {len(members)} ranks, {options['global_batch']} samples each step.",
-            world_size=len(members),
+        self.emit(
+            "run_started",
+            f"{self.total_steps} steps on {self.num_ranks} ranks, {self.options['global_batch']} samples each step.",
+            world_size=self.num_ranks,
         )
-        self.handle(protocol.Started(tuple(members)))
+        self.handle(protocol.Started(tuple(range(self.num_ranks))))
+
+    # --- for a successor
+
+    def record(self) -> dict[str, Any]:
+        """What changes; together with the files of the run it is all that a successor needs to go on."""
+        return {
+            "planner": planner.to_json(self._state), "faults": self.faults.record(),
+            "books": [self._open_generation, list(self._open_members), self._open_first],
+            "state": self.state, "reason": self.reason, "error": self.error, "ended": self.ended,
+            "evaluated_step": self._evaluated_step, "no_joining": self.no_joining,
+            "final_ranks": self._final_ranks, "digests": {str(r): d for r, d in self._digests.items()},
+            # What is being written right now: the events file ends with these lines, or they are still to be written.
+            "events_size": self._recorder.events_size, "events": self._pending,
+        }
+
+    def save(self) -> None:
+        """Put the state on record, then the events of this moment into their file: after a crash none is lost or
+        there twice."""
+        self._supervisor.office.save_run(self)
+        for event in self._pending:
+            self._recorder.event(event)
+        self._pending = []
+
+    def _restore(self, record: dict[str, Any], sizes: tuple[Any, ...]) -> None:
+        self.state, self.reason, self.error, self.ended = (
+            record["state"], record["reason"], record["error"], record["ended"]
+        )
+        self._state = planner.from_json(record["planner"])
+        self._evaluated_step, self.no_joining = record["evaluated_step"], record["no_joining"]
+        self._final_ranks = record["final_ranks"]
+        self._digests = {int(rank): digest for rank, digest in record["digests"].items()}
+        self._recorder, kept = Recorder.reopen(self.directory, record["events_size"], record["events"])
+        for event in kept.events:
+            self.failures += event["kind"] == "rank_failed"
+            self.recent.appendleft(event.get("reason", ""))
+        self._useful_s = useful_seconds(kept.metrics)
+        for line in kept.metrics:
+            self._note_line(line)
+        generation, members, first_step = record["books"]
+        last = kept.metrics[-1] if kept.metrics else {"step": 0, "generation": 0}
+        # A generation that has written nothing yet may begin before the last line, after a rollback.
+        next_step = last["step"] + 1 if last["generation"] == generation or self.is_over else first_step
+        self.step = self._flushed_step = next_step - 1
+        self._assembler = StepAssembler(*sizes, next_step=next_step)
+        if generation and not self.is_over:
+            self._open_generation, self._open_members, self._open_first = generation, tuple(members), first_step
+            self._assembler.open_generation(generation, members, next_step)
+        if self.is_over:
+            self._recorder.close()
+        else:
+            self.faults.restore(record["faults"])
+
+    def adopted(self, standing: dict[int, protocol.Standing], digests: dict[int, str], reason: str) -> None:
+        """A new supervisor has found its ranks: go on."""
+        committed = max([self._state.committed, self.step])
+        self._state = dataclasses.replace(self._state, committed=committed)
+        self.emit("supervisor_started", reason)
+        self.handle(protocol.Adopted(standing))
+        for rank, digest in digests.items():
+            if rank in standing and standing[rank].stage == "finished":
+                self.finished(rank, standing[rank].generation, digest)
+
+    def ask_for_names(self) -> None:
+        """Some rank still has what the notebook had sent along with the cell."""
+        for rank in sorted(self.living):
+            if self._supervisor.ranks[rank].agent is not None:
+                self._supervisor.tell_rank(rank, "give_names")
+                return
 
     # --- in
 
     def handle(self, event: Any) -> None:
-        """Something happened: decide and act."""
-        now = time.time()
-        self._state, actions = planner.step(now, self._state, event)
+        """Something happened: decide, put it on record, act."""
+        before = self._state
+        self._state, actions = planner.step(time.time(), before, event)
+        if self._state is before and not actions:
+            return
+        was_over = self.is_over
+        self._handling += 1
         for action in actions:
-            self._carry_out(action)
+            if isinstance(action, _INWARD):
+                self._carry_out(action)
+        self._handling -= 1
         if not self.is_over:
             self.state = self._shown_state()
+        if any(isinstance(action, protocol.OpenGeneration) for action in actions):
+            self.flush()  # the books of the last generation, before it is on record that they are closed
+        if actions or self._state.phase != before.phase or not isinstance(event, _TOLD_AGAIN):
+            self.save()
+        for action in actions:
+            if not isinstance(action, _INWARD):
+                self._carry_out(action)
+        if self.is_over and not was_over:
+            self._let_go()
         if actions:
             self.notify()
 
@@ -102,7 +206,7 @@ class ActiveRun:
             self._recorder.log(rank, when, text)
 
     def rank_died(self, rank: int, failure: str, reason: str, fault_time: float) -> None:
-        if self.is_over or rank not in self._state.alive | self._state.left_out:
+        if self.is_over or rank not in self._state.has_run:
             return
         self._write(self._assembler.lost(rank))
         self.handle(protocol.RankDied(rank, failure, reason, fault_time))
@@ -118,16 +222,22 @@ class ActiveRun:
     def tick(self) -> None:
         if not self.is_over:
             self.handle(protocol.Tick())
-            self._recorder.flush()
+            self.flush()
             if self._recorder.problem:
                 self.give_up("failed", f"The files of this run cannot be written ({self._recorder.problem}).")
+
+    def flush(self) -> None:
+        """Lines to the disk; only then may the ranks' reports be forgotten."""
+        due = self._assembler.next_step - 1
+        self._recorder.flush()
+        self._flushed_step = due
 
     # --- commands
 
     def pause(self) -> None:
         if self._state.hold_why == "pause":
             return
-        self.handle(protocol.HoldWanted("pause", self._max_step()))
+        self.handle(protocol.HoldWanted("pause", self.max_step()))
 
     def unpause(self) -> None:
         if self._state.hold_why != "pause":
@@ -135,108 +245,39 @@ class ActiveRun:
         self.handle(protocol.Unpause())
 
     def stop(self) -> None:
-        self.handle(protocol.HoldWanted("stop", self._max_step()))
+        self.handle(protocol.HoldWanted("stop", self.max_step()))
 
-    async def inject(self, kind: str, rank: int | None, at_step: int | None, after_s: float | None) -> dict[str, Any]:
-        """Plan a fault, or let it happen now; refuses what cannot happen."""
-        living = sorted(self._state.alive)
-        if rank is None:
-            rank = living[-1] if living else 0
-        if rank not in living:
-            raise UsageError(
-                f"Rank {rank} takes no part in run {self.name!r} (living ranks: {', '.join(map(str, living))}). "
-                "%ft_status shows all ranks."
-            )
-        if at_step is not None:
-            return await self._inject_at_step(kind, rank, at_step)
-        if after_s is not None:
-            fault_id = next(self._fault_ids)
-            self._faults[fault_id] = {"kind": kind, "rank": rank, "after_s": after_s}
-            asyncio.get_running_loop().call_later(after_s, self._fire_later, fault_id)
-            return {"rank": rank, "reason": f"Rank {rank} will be killed in {after_s:g} s."}
-        self._fire(kind, rank)
-        return {"rank": rank, "reason": f"Rank {rank} is killed now (SIGKILL)."}
-
-    async def _inject_at_step(self, kind: str, rank: int, at_step: int) -> dict[str, Any]:
-        if at_step > self.total_steps:
-            raise UsageError(f"Step {at_step} will never come: run {self.name!r} has {self.total_steps} steps.")
-        fault_id = next(self._fault_ids)
-        answered: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._faults[fault_id] = {"kind": kind, "rank": rank, "at_step": at_step, "answered": answered}
-        self._supervisor.tell_rank(rank, "fault", fault_id=fault_id, kind=kind, at_step=at_step)
-        try:
-            accepted = await asyncio.wait_for(answered, 5)
-        except TimeoutError:
-            self._faults.pop(fault_id, None)
-            raise RunError(f"Rank {rank} does not answer, so no fault can be planned on it.") from None
-        if not accepted:
-            self._faults.pop(fault_id, None)
-            raise UsageError(
-                f"Step {at_step} is past already: run {self.name!r} is at step {self._max_step()}. Choose a later one."
-            )
-        return {"rank": rank, "reason": f"Rank {rank} will be killed (SIGKILL) inside step {at_step}."}
-
-    def fault_answer(self, fault_id: int, accepted: bool) -> None:
-        fault = self._faults.get(fault_id)
-        if fault and not fault["answered"].done():
-            fault["answered"].set_result(accepted)
-
-    def fault_due(self, rank: int, fault_id: int, step: int) -> None:
-        """The rank has reached the step of its fault: on record first, then it may happen."""
-        fault = self._faults.pop(fault_id, None)
-        if fault is None or self.is_over:
-            return
-        self._record_fault(fault["kind"], rank, step)
-        self._supervisor.tell_rank(rank, "fault_go", fault_id=fault_id)
-
-    def _fire_later(self, fault_id: int) -> None:
-        fault = self._faults.pop(fault_id, None)
-        if fault is None or self.is_over or fault["rank"] not in self._state.alive:
-            if fault is not None:
-                self._not_fired(fault)
-            return
-        self._fire(fault["kind"], fault["rank"])
-
-    def _fire(self, kind: str, rank: int) -> None:
-        self._record_fault(kind, rank, self._supervisor.current_step(rank))
-        self._supervisor.signal_rank(rank)
-
-    def _record_fault(self, kind: str, rank: int, step: int | None) -> None:
-        self._emit("fault_injected", f"SIGKILL to rank {rank}.", rank=rank, step=step, fault=kind)
-        self._supervisor.ranks[rank].fault_time = time.time()
-
-    def _not_fired(self, fault: dict[str, Any]) -> None:
-        if fault.get("at_step"):
-            when = f"at step {fault['at_step']}"
-        else:
-            when = f"after {fault['after_s']:g} s"
-        self._emit(
-            "fault_not_fired", f"The {fault['kind']} of rank {fault['rank']} {when} did not happen.",
-            rank=fault["rank"], step=fault.get("at_step"), fault=fault["kind"],
-        )
+    def resize(self, num_ranks: int) -> None:
+        if num_ranks > self.num_ranks:
+            self.no_joining = ""  # asked for: tried again
+        self.num_ranks = num_ranks
+        self.handle(protocol.Resized(num_ranks))
 
     # --- out
 
     def _carry_out(self, action: Any) -> None:
-        supervisor, state = self._supervisor, self._state
+        supervisor = self._supervisor
         if isinstance(action, protocol.Emit):
+            self.emit(action.kind, action.reason, rank=action.rank, step=action.step, **action.fields)
             if action.kind == "rank_failed":
-                self.failures += 1
-                supervisor.ranks[action.rank].problem = action.reason
-                if action.fields.get("failure") == "exception":
-                    supervisor.ranks[action.rank].state = "failed"
+                self._rank_failed(action)
             elif action.kind == "rank_fenced" and not supervisor.ranks[action.rank].usable:
                 supervisor.ranks[action.rank].state = "fenced"
-            self._emit(action.kind, action.reason, rank=action.rank, step=action.step, **action.fields)
         elif isinstance(action, protocol.Kill):
             supervisor.fence(action.rank, self._fenced)
+        elif isinstance(action, protocol.TakeSpare):
+            supervisor.fleet.take_spare(action.rank, self.name, self.step + 1)
+            self.faults.rearm(action.rank)
+        elif isinstance(action, protocol.Release):
+            supervisor.fleet.release(action.ranks)
         elif isinstance(action, protocol.SendRegroup):
             supervisor.open_store(action.generation)
             for rank in action.ranks:
                 supervisor.tell_rank(rank, "regroup", generation=action.generation)
         elif isinstance(action, protocol.OpenGeneration):
             self._assembler.open_generation(action.generation, action.members, action.first_step)
-            self._open_generation = action.generation
+            self._open_generation, self._open_members = action.generation, action.members
+            self._open_first = action.first_step
             self._digests.clear()  # those of ranks that had finished, should one die at the very end
         elif isinstance(action, protocol.CloseGeneration):
             self._write(self._assembler.close_generation(action.last_committed))
@@ -261,19 +302,31 @@ class ActiveRun:
             for rank in action.ranks:
                 # Also one that was left out for an exception: its process lives and can train again.
                 supervisor.tell_rank(rank, "drop")
-                supervisor.ranks[rank].state, supervisor.ranks[rank].problem = "idle", None
+                if supervisor.ranks[rank].usable or supervisor.ranks[rank].agent is not None:
+                    supervisor.ranks[rank].state, supervisor.ranks[rank].problem = "idle", None
         elif isinstance(action, protocol.End):
-            self._end(action, state)
+            self._end(action)
         else:
             raise AssertionError(f"unknown action {action}")
+
+    def _rank_failed(self, action: protocol.Emit) -> None:
+        self.failures += 1
+        slot = self._supervisor.ranks[action.rank]
+        slot.problem = action.reason
+        if action.fields.get("failure") != "exception":
+            return
+        slot.state = "failed"
+        if slot.joined_step is not None:  # it had just come: the next one would do the same
+            slot.joined_step = None
+            ready = self._state.ready.get(action.rank)
+            error = dict(ready.failure.error) if ready and ready.failure else {}
+            joining.refuse(self, None, f"The replacement of rank {action.rank} raised an exception.", error)
 
     def _fenced(self, rank: int) -> None:
         self.handle(protocol.RankFenced(rank))
 
-    def _end(self, action: protocol.End, state: planner.State) -> None:
-        for fault in self._faults.values():
-            self._not_fired(fault)
-        self._faults.clear()
+    def _end(self, action: protocol.End) -> None:
+        self.faults.end()
         self.state, self.reason, self.ended = action.state, action.reason, time.time()
         self.error = dict(action.error) if action.error else None
         if action.state == "stopped":
@@ -282,42 +335,51 @@ class ActiveRun:
             self.reason += (
                 " Nothing was saved: this version of ftnb has no checkpoints yet; run.state_dict() has the weights."
             )
-        self._final_ranks = self._supervisor.rank_statuses()
         kind = {"finished": "run_finished", "stopped": "run_stopped", "failed": "run_failed"}[action.state]
-        self._emit(kind, self.reason, step=self.step)
+        self.emit(kind, self.reason, step=self.step)
+        self.flush()
         self._write_run()
         if self._recorder.problem and "cannot be written" not in self.reason:
             self.reason += f" The files of this run could not be written completely ({self._recorder.problem})."
+
+    def _let_go(self) -> None:
+        """All is written down."""
         self._recorder.close()
-        self.notify()
+        self._final_ranks = self._supervisor.fleet.statuses()
+        self.save()
         self._supervisor.run_ended(self)
 
-    def _emit(self, kind: str, reason: str, *, rank: int | None = None, step: int | None = None, **fields: Any) -> None:
+    def emit(self, kind: str, reason: str, *, rank: int | None = None, step: int | None = None, **fields: Any) -> None:
         # What broke a generation belongs to it, although the next one is under way when it is written down.
         broke = kind in ("rank_suspected", "rank_failed")
         generation = self._state.trained if broke else self._state.generation
         event = make_event(kind, time.time(), max(generation, 1), rank=rank, step=step, reason=reason, **fields)
-        self._recorder.event(event)
+        self._pending.append(event)
         self.recent.appendleft(reason)
+        if not self._handling:
+            self.save()
 
     def _write(self, lines: list[Line]) -> None:
         for line in lines:
             self._recorder.step(line.metrics, line.ledger)
-            if not line.metrics["loss_shares"].startswith("0/"):  # else nobody lived to report it
-                self.loss = line.metrics["loss"]  # None when it is not finite
             self._useful_s += useful_seconds([line.metrics], before=self._last_commit)
-            self._last_commit = line.metrics.get("time") or self._last_commit
-            self.step = max(self.step, line.metrics["step"])
+            self._note_line(line.metrics)
+
+    def _note_line(self, metrics: Mapping[str, Any]) -> None:
+        if not metrics["loss_shares"].startswith("0/"):  # else nobody lived to report it
+            self.loss = metrics["loss"]  # None when it is not finite
+        self._last_commit = metrics.get("time") or self._last_commit
+        self.step = max(self.step, metrics["step"])
 
     def _write_run(self) -> None:
         digests = {str(rank): digest for rank, digest in sorted(self._digests.items())}
         self._recorder.write_run(
             {
                 "name": self.name, "state": self.state, "reason": self.reason, "options": self.options,
-                "total_steps": self.total_steps, "dataset_len": self.dataset_len, "num_ranks": self.num_ranks,
+                "total_steps": self.total_steps, "dataset_len": self.dataset_len, "num_ranks": self._job["num_ranks"],
                 "started": self.started, "ended": self.ended, "error": self.error,
                 "weights_digest": next(iter(digests.values()), None), "weights_digests": digests or None,
-                "versions": self._versions, "cell": self._cell, "directory": str(self.directory),
+                "versions": self._job["versions"], "cell": self.cell, "directory": str(self.directory),
             }
         )
 
@@ -335,6 +397,25 @@ class ActiveRun:
     def members(self) -> tuple[int, ...]:
         return self._state.members
 
+    @property
+    def living(self) -> frozenset[int]:
+        """Ranks that take part, neither dead nor left out."""
+        return self._state.alive
+
+    @property
+    def vacant(self) -> frozenset[int]:
+        """Slots that wait for a process."""
+        return self._state.vacant
+
+    @property
+    def job(self) -> dict[str, Any]:
+        return self._job
+
+    @property
+    def written_through(self) -> int:
+        """The last step whose lines are in the files."""
+        return self._flushed_step
+
     def notify(self) -> None:
         event, self.changed = self.changed, asyncio.Event()
         event.set()
@@ -344,9 +425,11 @@ class ActiveRun:
             return "paused"
         if self._state.incident is not None:
             return "recovering"
-        return "running" if self._state.phase == "training" else ("starting" if self.step == 0 else "recovering")
+        if self.step == 0 and self._state.phase != "training":
+            return "starting"
+        return "running"  # also while somebody joins or leaves on purpose
 
-    def _max_step(self) -> int:
+    def max_step(self) -> int:
         steps = [slot.step or 0 for slot in self._supervisor.ranks.values()]
         return max([self.step, *steps])
 
@@ -370,8 +453,8 @@ class ActiveRun:
             "samples": sampler.samples_through(self.step, self.dataset_len, global_batch),
             "failures": self.failures, "elapsed_s": elapsed,
             "eta_s": (self.total_steps - self.step) / rate if rate and not self.is_over else None,
-            "goodput": min(1.0, self._useful_s / elapsed) if elapsed > 0 else None,
-            "ranks": self._final_ranks or self._supervisor.rank_statuses(),
+            "num_spares": self._state.spares, "goodput": min(1.0, self._useful_s / elapsed) if elapsed > 0 else None,
+            "ranks": self._final_ranks or self._supervisor.fleet.statuses(),
             "recent": list(self.recent), "error": self.error,
         }
 

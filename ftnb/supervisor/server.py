@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import os
@@ -21,34 +20,43 @@ from zmq.utils.monitor import recv_monitor_message
 
 import ftnb
 from ftnb.core import protocol
-from ftnb.errors import ClusterError, FtnbError, UsageError
-from ftnb.supervisor import requests
+from ftnb.errors import ClusterError, FtnbError, RunError, UsageError
+from ftnb.supervisor import joining, requests
+from ftnb.supervisor.adoption import Adoption
 from ftnb.supervisor.engines import Engines
+from ftnb.supervisor.fleet import Fleet
+from ftnb.supervisor.office import Office
 from ftnb.supervisor.ranks import Slot
 from ftnb.supervisor.runs import ActiveRun
 from ftnb.supervisor.store import Answer, StoreServer
 from ftnb.wire import messages, paths, proc, sockets
-from ftnb.wire.ring import RingReader
+from ftnb.wire.once import OnceOnly
+from ftnb.wire.records import TOKEN_VARIABLE
 
 log = logging.getLogger("ftnb.supervisor")
 
-START_TIMEOUT_S = 120.0
 DRAIN_S = 0.05  # reports of steps are read this often; what is urgent comes over the socket
 TICK_S = 0.1
 
 
 class Supervisor:
-    """Owns one cluster. `serve` runs until the cluster is stopped."""
+    """Owns one cluster. `serve` runs until the cluster is stopped.
 
-    def __init__(
-        self, *, name: str, num_ranks: int, threads: int, backend: str, linger_s: float, keep: bool,
-        profile: str | None,
-    ) -> None:
-        self.name, self.num_ranks, self.threads = name, num_ranks, threads
-        self.wanted_backend, self.linger_s, self.keep, self.profile = backend, linger_s, keep, profile
+    `options`: num_ranks, num_spares, threads, backend, linger_s, keep, profile. With `recorded` (the content of
+    cluster.json) it takes over the cluster of a supervisor that is gone.
+    """
+
+    def __init__(self, name: str, options: dict[str, Any], recorded: dict[str, Any] | None = None) -> None:
+        self.name, self.options, self.recorded = name, options, recorded
+        self.threads, self.wanted_backend = options["threads"], options["backend"]
+        self.linger_s, self.keep, self.profile = options["linger_s"], options["keep"], options["profile"]
+        self.term = recorded["term"] + 1 if recorded else 1
+        # Whoever started this process may know its cluster by a token that is in the environment already.
+        self.token = recorded["token"] if recorded else os.environ.get(TOKEN_VARIABLE) or os.urandom(8).hex()
         self.directory = paths.make_private_dir(paths.cluster_dir(name))
         self.connection_file = self.directory / "connection.json"
-        self.ranks: dict[int, Slot] = {}
+        self.office = Office(self, self.directory, self.token)
+        self.fleet = Fleet(self, options["num_ranks"], options["num_spares"])
         self.run: ActiveRun | None = None
         self.training_task_active = False
         self.called_off = False  # the start of a run was interrupted
@@ -57,13 +65,35 @@ class Supervisor:
         self.loads: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self.load_output: dict[int, list[str]] | None = None
         self.weights: dict[int, asyncio.Future[dict[str, Any]]] = {}
-        self._rank_changed = asyncio.Event()
+        self.adoption: Adoption | None = None  # while the ranks of a predecessor are being taken over
+        self._once = OnceOnly()
+        self._in_charge = asyncio.Event()  # what a predecessor left has been taken over
         self._stopping = asyncio.Event()
         self.stop_reason = ""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._clients: set[int] = set()  # descriptors of connected clients
         self._alone_since = time.monotonic()
-        self.engines: Engines | None = None
+
+    @property
+    def num_ranks(self) -> int:
+        return self.fleet.num_ranks
+
+    @property
+    def ranks(self) -> dict[int, Slot]:
+        return self.fleet.ranks
+
+    @property
+    def engines(self) -> Engines | None:
+        return self.fleet.engines
+
+    @property
+    def going_run(self) -> ActiveRun | None:
+        """The run, unless it is over."""
+        return self.run if self.run is not None and not self.run.is_over else None
+
+    @property
+    def is_stopping(self) -> bool:
+        return self._stopping.is_set()
 
     # --- life
 
@@ -72,32 +102,37 @@ class Supervisor:
         context = zmq.asyncio.Context()
         authenticator = AsyncioAuthenticator(context)
         authenticator.start()
-        server_public, server_secret = zmq.curve_keypair()
-        peer_public, peer_secret = zmq.curve_keypair()
-        authenticator.configure_curve_callback(domain="ftnb", credentials_provider=_OnlyKey(peer_public))
-        self._client_socket = sockets.server_socket(context, zmq.ROUTER, server_secret, server_public)
-        self._rank_socket = sockets.server_socket(context, zmq.ROUTER, server_secret, server_public)
-        monitor = self._client_socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
-        host = "127.0.0.1"
-        ports = [
-            s.bind_to_random_port(f"tcp://{host}")
-            for s in (self._client_socket, self._rank_socket)
-        ]
-        me = proc.identify(os.getpid())
-        assert me is not None
-        connection = sockets.Connection(
-            self.name, me.pid, me.started, host, *ports, server_public.decode(), peer_public.decode(),
-            peer_secret.decode(), ftnb.__version__,
+        self.keys = self.recorded["keys"] if self.recorded else _new_keys()
+        secret, public = self.keys["server_secret"].encode(), self.keys["server_key"].encode()
+        authenticator.configure_curve_callback(
+            domain="ftnb", credentials_provider=_OnlyKey(self.keys["peer_public_key"].encode())
         )
+        self._client_socket = sockets.server_socket(context, zmq.ROUTER, secret, public)
+        self._rank_socket = sockets.server_socket(context, zmq.ROUTER, secret, public)
+        monitor = self._client_socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        before = self.recorded["ports"] if self.recorded else [None, None]
+        self.host = "127.0.0.1"
+        self.ports = [
+            _bind(sock, self.host, port) for sock, port in zip((self._client_socket, self._rank_socket), before)
+        ]
+        self.office.open()
+        me = self.office.me
+        connection = sockets.Connection(
+            self.name, me.pid, me.started, self.host, *self.ports, self.keys["server_key"],
+            self.keys["peer_public_key"], self.keys["peer_secret_key"], ftnb.__version__, self.term,
+        )
+        self.office.save_cluster()
         paths.write_private(self.connection_file, connection.to_json())
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, self.stop, f"the supervisor got {signal.Signals(signum).name}")
         for work in (
             self._serve_clients(), self._serve_ranks(), self._watch_clients(monitor), self._drain_forever(),
-            self._tick_forever(), self._start_cluster(),
+            self._start_cluster() if self.recorded is None else self._take_over(), self._tick_forever(),
         ):
             self.spawn(work)
+        if self.recorded is None:
+            self._in_charge.set()
         await self._stopping.wait()
         log.info("stopping: %s", self.stop_reason)
         code = await self._shut_down()
@@ -130,70 +165,54 @@ class Supervisor:
             await self.run.wait(lambda: self.run.is_over, 0.5)
             if not self.run.is_over:
                 self.run.give_up("stopped", f"The cluster was stopped: {self.stop_reason}.")
-        self.connection_file.unlink(missing_ok=True)
-        for slot in self.ranks.values():
-            slot.state = "stopping" if slot.alive else slot.state
-            if slot.agent:
-                self.tell_rank(slot.rank, "exit")
+        self.office.close_to_successors()
+        for slot in self.fleet.slots():
+            self.tell(slot, "exit")
+            slot.state = "leaving" if slot.alive else slot.state
         await asyncio.sleep(0)
-        left = await self.engines.end_all() if self.engines else []
-        for slot in self.ranks.values():
-            if slot.ring is not None:
-                slot.ring.close()
-                slot.ring = None
+        left = await self.engines.end_all(known=self.office.known()) if self.engines else []
+        self.fleet.close()
         if left:
             log.error("these processes did not end: %s", left)
-        return 1 if left else 0
+            return 1
+        self.office.clear()
+        return 0
+
+    def environment(self) -> dict[str, str]:
+        """What every process that is started gets."""
+        return {
+            "FTNB_CLUSTER": self.token, "OMP_NUM_THREADS": str(self.threads), "MKL_NUM_THREADS": str(self.threads),
+            "GLOO_SOCKET_IFNAME": "lo", "IPP_NONINTERACTIVE": "1", "FTNB_LINGER_S": str(self.linger_s),
+        }
 
     async def _start_cluster(self) -> None:
-        environment = {
-            "OMP_NUM_THREADS": str(self.threads), "MKL_NUM_THREADS": str(self.threads),
-            "GLOO_SOCKET_IFNAME": "lo", "IPP_NONINTERACTIVE": "1", "FTNB_LINGER_S": str(max(self.linger_s, 5.0)),
-        }
         try:
-            self.engines = Engines(self.directory, self.profile, environment)
-            self.ranks = {rank: Slot(rank) for rank in range(self.num_ranks)}
-            await self.engines.start_controller()
-            await self.start_ranks(list(self.ranks))
+            engines = Engines(self.directory, self.profile, self.environment())
+            engines.on_controller_exit = self.office.controller_ended
+            await self.fleet.begin(engines)
         except Exception as error:
             log.exception("the cluster did not start")
             self.state = "failed"
             self.error = error.to_wire() if isinstance(error, FtnbError) else ClusterError(str(error)).to_wire()
         else:
             self.state = "idle"
+        self.office.save_cluster()
 
-    async def start_ranks(self, ranks: list[int]) -> None:
-        """(Re)start the engines of these slots and wait until all are ready; raises `ClusterError`."""
-        assert self.engines is not None
-        for rank in ranks:
-            if (old := self.ranks[rank].ring) is not None:
-                old.close()
-            ring = RingReader(self.directory / f"rank-{rank}.ring")
-            self.ranks[rank] = Slot(rank, ring=ring)
-            environment = {
-                "FTNB_RANK": str(rank), "FTNB_CONNECTION": str(self.connection_file), "FTNB_RING": str(ring.path)
-            }
-            if controller := self.engines.controller:
-                environment["FTNB_CONTROLLER"] = f"{controller.pid}:{controller.started}"
-            pid = await self.engines.start_rank(rank, environment, self._rank_exited)
-            self.ranks[rank].process = proc.identify(pid)
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while any(self.ranks[rank].state == "starting" for rank in ranks):
-            self._rank_changed.clear()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._rank_changed.wait(), 1.0)
-            if time.monotonic() > deadline:
-                late = [r for r in ranks if self.ranks[r].state == "starting"]
-                raise ClusterError(
-                    f"Rank {late[0]} did not get ready within {START_TIMEOUT_S:.0f} s. The end of its output:\n"
-                    f"{self.engines.output_of(late[0])}"
-                )
-        for rank in ranks:
-            if self.ranks[rank].state != "idle":
-                raise ClusterError(
-                    f"Rank {rank} could not start: {self.ranks[rank].problem} The end of its output:\n"
-                    f"{self.engines.output_of(rank)}"
-                )
+    async def _take_over(self) -> None:
+        assert self.recorded is not None
+        engines = Engines(self.directory, self.profile, self.environment(), recorded=self.recorded["engines"])
+        engines.on_controller_exit = self.office.controller_ended
+        self.fleet.engines = engines
+        self.adoption = Adoption(self, self.recorded)
+        try:
+            await self.adoption.carry_out()
+        except Exception as error:
+            log.exception("the cluster could not be taken over")
+            self.state = "failed"
+            self.error = ClusterError(f"The cluster could not be taken over: {error}").to_wire()
+            self.adoption = None
+            self.stop("it could not be taken over from a supervisor that was lost")
+        self._in_charge.set()
 
     # --- ranks
 
@@ -215,40 +234,70 @@ class Supervisor:
             self.run.give_up("failed", f"Internal error of ftnb ({text}); see {self.directory / 'supervisor.log'}.")
 
     def _from_rank(self, sender: bytes, message: dict[str, Any]) -> None:
-        rank, op = message["rank"], message["op"]
-        slot = self.ranks.get(rank)
-        if slot is None or slot.process is None or _pid_of(sender) != slot.process.pid:
-            return  # somebody who is not (or no longer) this rank
+        op, pid = message["op"], _pid_of(sender)
+        slot = self.fleet.by_pid(pid)
+        if slot is None:
+            slot = self._introduced(pid, message) if op == "hello" else None
+        if slot is None:
+            return  # somebody who is not (or no longer) one of ours
         slot.last_sign = time.time()
         if op == "beat":
-            self._beat(slot, message)
+            self._beat(slot, sender, message)
         elif op == "store":
             self._send_answers(self.store.handle(sender, message))
         elif op == "hello":
             slot.agent, slot.host = sender, message["host"]
         elif op == "warm":
-            slot.num_gpus, slot.torch, slot.state = message["num_gpus"], message["torch"], "idle"
-            slot.phase = "idle"
-            self._rank_changed.set()
+            slot.num_gpus, slot.torch, slot.phase = message["num_gpus"], message["torch"], "idle"
+            slot.engine_id = message.get("engine_id", slot.engine_id)
+            self.fleet.warm(slot)
         elif op == "broken":
-            slot.state, slot.problem = "failed", message["reason"]
-            log.error("rank %d: %s", rank, message["reason"])
-            self._rank_changed.set()
-            self.signal_rank(rank)
+            slot.problem = message["reason"]
+            slot.state = "failed"
+            log.error("%s (rank %s): %s", slot.key, slot.rank, message["reason"])
+            self.fleet.kill_slot(slot)
+            self.fleet.notify()
         elif op == "loaded":
-            self._drain(slot)
-            if (future := self.loads.get(rank)) and not future.done():
+            self.drain(slot)
+            if slot.rank is None:
+                joining.loaded(self, slot, message)
+            elif (future := self.loads.get(slot.rank)) and not future.done():
                 future.set_result(message)
+            elif slot.rank not in self.loads:
+                self.tell(slot, "drop")  # who had asked for it is gone
         elif op == "weights":
-            if (future := self.weights.pop(rank, None)) and not future.done():
+            if (future := self.weights.pop(slot.rank, None)) and not future.done():
                 future.set_result(message)
+        elif op == "standing":
+            if self.adoption is not None:
+                self.adoption.found(slot, message)
+        elif op == "names":
+            if self.run is not None and self.run.names is None:
+                self.run.names = message["names"]
+                self.fleet.run_began()
         elif op == "agent_error":
-            log.error("agent of rank %d: %s", rank, message["traceback"])
-        elif self.run is not None:
-            self._drain(slot)  # what it reported before it sent this message comes first
-            self._about_run(self.run, rank, op, message)
+            log.error("agent of %s: %s", slot.key, message["traceback"])
+        elif self.adoption is not None:
+            self.adoption.defer(slot, op, message)
+        elif self.run is not None and slot.rank is not None:
+            self.hear(self.run, slot, op, message)
 
-    def _about_run(self, run: ActiveRun, rank: int, op: str, message: dict[str, Any]) -> None:
+    def _introduced(self, pid: int, message: dict[str, Any]) -> Slot | None:
+        """An engine that a profile's launcher has started tells its pid itself."""
+        slot = self.fleet.by_key(message.get("key", ""))
+        process = proc.ProcessId(pid, message["started"])
+        if slot is None or slot.process is not None or message["host"] != platform.node() or not process.is_alive():
+            return None
+        slot.process = process
+        self.fleet.note_process(slot)
+        self.fleet.watch(slot)
+        return slot
+
+    def hear(self, run: ActiveRun, slot: Slot, op: str, message: dict[str, Any]) -> None:
+        """What a rank says about the run."""
+        rank = slot.rank
+        assert rank is not None
+        self.drain(slot)  # what it reported before it sent this message comes first
         if op == "ready":
             failure = message["failure"]
             run.handle(
@@ -270,78 +319,49 @@ class Supervisor:
         elif op == "hold_answer":
             run.handle(protocol.HoldAnswered(rank, message["hold_id"], message["accepted"], message["step"]))
         elif op == "fault_answer":
-            run.fault_answer(message["fault_id"], message["accepted"])
+            run.faults.answer(message["fault_id"], message["accepted"])
         elif op == "fault_due":
-            run.fault_due(rank, message["fault_id"], message["step"])
+            run.faults.due(rank, message["fault_id"], message["step"])
 
-    def _beat(self, slot: Slot, message: dict[str, Any]) -> None:
-        slot.heartbeats.beat(time.monotonic())
+    def _beat(self, slot: Slot, sender: bytes, message: dict[str, Any]) -> None:
+        now = time.monotonic()
+        slot.agent = slot.agent or sender
+        if message.get("term") != self.term:
+            self.tell(slot, "adopt")  # also after its first contact: so it learns who is in charge
+        slot.heartbeats.beat(now)
         slot.phase = message["phase"]
         slot.step = message["step"] if message["step"] is not None else slot.step
-        now = time.monotonic()
-        if now - slot.answered > 1.0 and slot.agent:
+        if now - slot.answered > 1.0:
             slot.answered = now
-            self.tell_rank(slot.rank, "beat_seen")
+            self.tell(slot, "beat_seen")
+
+    def tell(self, slot: Slot, op: str, **fields: Any) -> None:
+        if slot.agent is not None:
+            message = messages.encode({"op": op, "term": self.term, **fields})
+            self._rank_socket.send_multipart([slot.agent, *message])
 
     def tell_rank(self, rank: int, op: str, **fields: Any) -> None:
-        slot = self.ranks[rank]
-        if slot.agent is not None:
-            self._rank_socket.send_multipart([slot.agent, *messages.encode({"op": op, **fields})])
+        self.tell(self.ranks[rank], op, **fields)
 
     def signal_rank(self, rank: int, signum: int = signal.SIGKILL) -> None:
-        process = self.ranks[rank].process
-        if process is not None:
-            process.signal(signum)
+        self.fleet.kill_slot(self.ranks[rank], signum)
 
     def current_step(self, rank: int) -> int | None:
-        self._drain(self.ranks[rank])
+        self.drain(self.ranks[rank])
         return self.ranks[rank].step
 
     def fence(self, rank: int, fenced: Callable[[int], None]) -> None:
         """Kill the rank and all it had started; call `fenced(rank)` once nothing of it is left."""
-        process = self.ranks[rank].process
-        if process is None:
-            asyncio.get_running_loop().call_soon(fenced, rank)
-            return
-        self.ranks[rank].state = "failed"
-        if self._kill_all_of(rank, process):
-            self.spawn(self._fence_when_gone(rank, process, fenced))
-        else:
-            asyncio.get_running_loop().call_soon(fenced, rank)
+        self.fleet.fence(self.ranks[rank], lambda: fenced(rank))
 
-    def _kill_all_of(self, rank: int, process: proc.ProcessId) -> bool:
-        """SIGKILL to the rank and to whatever it had started; False when nothing of it is left."""
-        told = process.is_alive() and process.signal(signal.SIGKILL)
-        told = bool(proc.kill_session(process.pid)) or told
-        # What left the rank's session is found by its environment, once the rank's death made it an orphan.
-        ring = f"FTNB_RING={self.directory / f'rank-{rank}.ring'}"
-        for orphan in self.engines.orphans(ring) if self.engines else []:
-            told = orphan.signal(signal.SIGKILL) or told
-        return told
-
-    async def _fence_when_gone(self, rank: int, process: proc.ProcessId, fenced: Callable[[int], None]) -> None:
-        while self._kill_all_of(rank, process):
-            await asyncio.sleep(0.003)
-        fenced(rank)
-
-    def _rank_exited(self, rank: int, pid: int, status: int | None) -> None:
-        slot = self.ranks.get(rank)
-        if slot is None or slot.process is None or slot.process.pid != pid:
-            return
-        failure, words = proc.describe_exit(status)
-        was, slot.state, slot.agent = slot.state, "failed", None
-        if was == "failed" and slot.problem:
-            words = slot.problem.rstrip(".")  # it said itself why it had to be ended
-        slot.problem = slot.problem or f"{words[0].upper()}{words[1:]}."
-        if slot.fault_time is not None:
-            words = "it was killed (SIGKILL, injected)" if status == -signal.SIGKILL else words
-        log.info("rank %d (pid %d) is gone, it was %s: %s", rank, pid, was, words)
-        self._rank_changed.set()
+    def rank_lost(self, slot: Slot, failure: str, words: str) -> None:
+        """The process of a slot has ended."""
+        rank = slot.rank
+        assert rank is not None
         if (future := self.loads.get(rank)) and not future.done():
             future.set_result({"ok": False, "kind": "died", "error": {"evalue": words}})
         if (future := self.weights.pop(rank, None)) and not future.done():
             future.set_result({"step": None})
-        self._drain(slot)
         if self.run is not None:
             fault_time = slot.fault_time or slot.last_sign or time.time()
             self.run.rank_died(rank, failure, words, fault_time)
@@ -354,45 +374,47 @@ class Supervisor:
             message = {"id": answer.request_id, "ok": answer.ok, **answer.fields}
             self._rank_socket.send_multipart([answer.to, *messages.encode(message)])
 
-    def rank_statuses(self) -> list[dict[str, Any]]:
-        now = time.monotonic()
-        return [self.ranks[rank].status(now) for rank in sorted(self.ranks)]
-
     # --- reports of steps
 
     async def _drain_forever(self) -> None:
         while True:
             try:
-                for slot in self.ranks.values():
-                    self._drain(slot)
+                if self.adoption is None:
+                    for slot in self.fleet.slots():
+                        self.drain(slot)
             except Exception as error:
                 log.exception("internal error while reading reports of the ranks")
                 self._own_fault(error)
             busy = self.training_task_active or (self.run is not None and not self.run.is_over)
             await asyncio.sleep(DRAIN_S if busy else TICK_S)
 
-    def _drain(self, slot: Slot) -> None:
+    def drain(self, slot: Slot) -> None:
         if slot.ring is not None:
-            for raw in slot.ring.read():
-                self._report(json.loads(raw))
+            for end, raw in slot.ring.read():
+                slot.unfreed.append((end, self._report(slot, json.loads(raw))))
 
-    def _report(self, record: list[Any]) -> None:
-        """A record of a rank: ["fetched"|"committed", generation, step, rank, …] or ["log"|"evaluated", rank, …]."""
-        kind = record[0]
-        run = self.run if self.run is not None and not self.run.is_over else None
-        if kind == "log" and self.load_output is not None:
-            self.load_output.setdefault(record[1], []).append(record[3])
-        elif run is None:
-            return
-        elif kind == "fetched":
-            self.ranks[record[3]].step = record[2]
+    def _report(self, slot: Slot, record: list[Any]) -> int | None:
+        """A record of a rank: ["fetched"|"committed", generation, step, rank, …] or ["log"|"evaluated", rank, …].
+
+        Returns the step that it is about: it is kept until the lines of this step are in the files.
+        """
+        kind, run = record[0], self.going_run
+        if kind == "log":
+            if self.load_output is not None and slot.rank is not None:
+                self.load_output.setdefault(slot.rank, []).append(record[3])
+            elif run is not None and (rank := slot.rank if slot.rank is not None else slot.intended) is not None:
+                run.log(rank, record[2], record[3])
+            return None
+        if run is None or slot.rank is None:
+            return None
+        if kind == "fetched":
+            slot.step = record[2]
             run.fetched(record)
         elif kind == "committed":
             run.committed(record)
         elif kind == "evaluated":
             run.evaluated(record[2], record[3])
-        elif kind == "log":
-            run.log(record[1], record[2], record[3])
+        return record[2]
 
     # --- clients
 
@@ -408,8 +430,13 @@ class Supervisor:
 
     async def _answer(self, sender: bytes, message: dict[str, Any]) -> None:
         number, op = message.pop("id", None), message.pop("op", "")
+        if not self._once.is_new(sender, number):
+            if (before := self._once.answer(sender, number)) is not None:
+                self._client_socket.send_multipart([sender, *messages.encode(before)])
+            return
         reply: dict[str, Any] = {"id": number}
         try:
+            await self._in_charge.wait()
             handler = requests.HANDLERS.get(op)
             if handler is None:
                 raise UsageError(
@@ -423,6 +450,7 @@ class Supervisor:
             log.exception("internal error in %s", op)
             text = f"Internal error in the supervisor ({type(error).__name__}: {error}); its log has more."
             reply |= {"ok": False, "error": ClusterError(text).to_wire()}
+        reply = self._once.answered(sender, number, reply)
         self._client_socket.send_multipart([sender, *messages.encode(reply)])
 
     async def _watch_clients(self, monitor: Any) -> None:
@@ -439,22 +467,49 @@ class Supervisor:
         while True:
             await asyncio.sleep(TICK_S)
             try:
-                if self.run is not None:
-                    self.run.tick()
+                self.office.sign_of_life()
+                if self.adoption is None:
+                    if self.run is not None:
+                        self.run.tick()
+                    self.fleet.tick()
+                    self._free_reports()
                 if self.engines is not None:
                     self.engines.reap_orphans()
             except Exception as error:
                 log.exception("internal error")
                 self._own_fault(error)
+            if self._left_directory():
+                self.stop("its directory was removed")
             alone = not self._clients and time.monotonic() - self._alone_since > self.linger_s
             if alone and not self.keep:
                 self.stop(f"no notebook was connected for {self.linger_s:g} s")
 
     # --- for the parts of the supervisor
 
+    def _left_directory(self) -> bool:
+        """Somebody has removed the cluster's files: nobody could find it any more."""
+        return not self.directory.exists()
+
+    def _free_reports(self) -> None:
+        run = self.going_run
+        through = run.written_through if run is not None else None
+        for slot in self.fleet.slots():
+            slot.free_reports(through)
+
+    # --- for the parts of the supervisor
+
+    def check_called_off(self) -> None:
+        if self.called_off:
+            raise RunError("The training was called off before the ranks had run the cell.")
+
     def run_ended(self, run: ActiveRun) -> None:
-        for slot in self.ranks.values():
-            slot.fault_time = None
+        self.fleet.run_ended(run.vacant)
+
+    def resize_problem(self) -> str | None:
+        """Why the cluster does not get to the number of ranks that is wanted."""
+        if self.going_run is not None and self.going_run.no_joining:
+            return self.going_run.no_joining
+        return next((f"Rank {rank}: {why}" for rank, why in self.fleet.given_up.items() if rank is not None), None)
 
     def backend(self) -> str:
         """`nccl` when every rank has a GPU of its own (ranks of one host share its GPUs by number)."""
@@ -465,6 +520,7 @@ class Supervisor:
         for slot in usable:
             slot.gpu = per_host.get(slot.host, 0)
             per_host[slot.host] = slot.gpu + 1
+        # Spares and replacements may come to the same host: they use the GPU of the rank that they replace.
         return "nccl" if usable and all(per_host[s.host] <= s.num_gpus for s in usable) else "gloo"
 
     def versions(self) -> dict[str, str]:
@@ -475,6 +531,27 @@ class Supervisor:
             "torch": next((s.torch for s in self.ranks.values() if s.torch), None) or "unknown",
             "ipyparallel": ipyparallel.__version__, "pyzmq": zmq.__version__,
         }
+
+
+def _new_keys() -> dict[str, str]:
+    server_public, server_secret = zmq.curve_keypair()
+    peer_public, peer_secret = zmq.curve_keypair()
+    return {
+        "server_key": server_public.decode(), "server_secret": server_secret.decode(),
+        "peer_public_key": peer_public.decode(), "peer_secret_key": peer_secret.decode(),
+    }
+
+
+def _bind(sock: zmq.Socket, host: str, port: int | None) -> int:
+    """Listen on `port` if that is possible, so that those who were connected to a predecessor come by themselves."""
+    if port is not None:
+        for _ in range(10):
+            try:
+                sock.bind(f"tcp://{host}:{port}")
+                return port
+            except zmq.ZMQError:  # the predecessor's socket may take a moment to go
+                time.sleep(0.02)
+    return sock.bind_to_random_port(f"tcp://{host}")
 
 
 class _OnlyKey:
@@ -488,7 +565,7 @@ class _OnlyKey:
 
 
 def _pid_of(identity: bytes) -> int:
-    """The pid in a rank's socket identity (`agent-<rank>-<pid>`, `work-<rank>-<pid>`)."""
+    """The pid in a rank's socket identity (`agent-<pid>`, `work-<pid>`)."""
     try:
         return int(identity.rsplit(b"-", 1)[1])
     except (IndexError, ValueError):

@@ -46,21 +46,17 @@ async def start(supervisor: Supervisor, request: dict[str, Any]) -> dict[str, An
 async def _start(supervisor: Supervisor, request: dict[str, Any]) -> dict[str, Any]:
     options, notes = request["options"], []
     busy = await _end_busy(supervisor)
-    _check_called_off(supervisor)
+    supervisor.check_called_off()
     if busy:
         notes.append(f"{_named(busy)} did not come out of the last run's step: ended, and started again.")
-    lost: set[int] = set()
-    # More than once, because another rank may be lost while the first ones start.
-    while missing := [rank for rank, slot in supervisor.ranks.items() if not slot.usable]:
-        if lost.intersection(missing):
-            raise ClusterError(f"{_named(missing)} was started again and is lost again; see %ft_cluster status.")
-        await supervisor.start_ranks(missing)
-        _check_called_off(supervisor)
-        lost.update(missing)
+    lost = set(await supervisor.fleet.complete())
     if named := sorted(lost.difference(busy)):
         notes.append(f"{_named(named)} had been lost and {'were' if len(named) > 1 else 'was'} started again.")
-    members = sorted(supervisor.ranks)
-    answers, output = await _load(supervisor, request, members)
+    while supervisor.fleet.notes:
+        notes.append(supervisor.fleet.notes.popleft())
+    members = list(range(supervisor.num_ranks))
+    backend = supervisor.backend()
+    answers, output = await _load(supervisor, request, members, backend)
     if dead := [rank for rank in members if not supervisor.ranks[rank].usable]:
         _drop(supervisor, [rank for rank in members if rank not in dead])
         raise _died(dead[0], supervisor.ranks[dead[0]].problem or "it is gone")
@@ -77,11 +73,16 @@ async def _start(supervisor: Supervisor, request: dict[str, Any]) -> dict[str, A
     except OSError as error:
         _drop(supervisor, members)
         raise RunError(f"The run directory cannot be made below {cwd / 'ftnb_runs'}: {error.strerror}.") from None
-    run = supervisor.run = ActiveRun(
-        supervisor, name=directory.name, directory=directory, options=options, cell=request["cell"],
-        dataset_len=first["dataset_len"], total_steps=first["total_steps"], members=members,
-        versions=supervisor.versions(),
-    )
+    job = {
+        "name": directory.name, "directory": str(directory), "options": options, "cell": request["cell"],
+        "cwd": request["cwd"], "sys_path": request["sys_path"], "backend": backend, "num_ranks": len(members),
+        "dataset_len": first["dataset_len"], "total_steps": first["total_steps"], "started": time.time(),
+        "versions": supervisor.versions(), "signature": first["signature"],
+    }
+    supervisor.office.save_job(job)
+    run = supervisor.run = ActiveRun(supervisor, job, request.get("names") or b"")
+    supervisor.office.save_cluster()
+    supervisor.fleet.run_began()
     for rank, lines in output.items():
         for line in lines:
             run.log(rank, run.started, line)
@@ -92,11 +93,6 @@ async def _start(supervisor: Supervisor, request: dict[str, Any]) -> dict[str, A
         "run": run.name, "directory": str(run.directory), "total_steps": run.total_steps,
         "dataset_len": run.dataset_len, "notes": notes, "output": _grouped(output),
     }
-
-
-def _check_called_off(supervisor: Supervisor) -> None:
-    if supervisor.called_off:
-        raise RunError("The training was called off before the ranks had run the cell.")
 
 
 async def _end_busy(supervisor: Supervisor) -> list[int]:
@@ -117,11 +113,10 @@ async def _end_busy(supervisor: Supervisor) -> list[int]:
 
 
 async def _load(
-    supervisor: Supervisor, request: dict[str, Any], members: list[int]
+    supervisor: Supervisor, request: dict[str, Any], members: list[int], backend: str
 ) -> tuple[dict[int, dict[str, Any]], dict[int, list[str]]]:
     """Every rank runs the cell; returns their answers and what each of them printed."""
     loop = asyncio.get_running_loop()
-    backend = supervisor.backend()
     supervisor.loads = {rank: loop.create_future() for rank in members}
     supervisor.load_output = {}
     try:

@@ -10,6 +10,8 @@ from ftnb.errors import ClusterError, UsageError
 
 # Exit code of a supervisor that found another one of its name.
 EXIT_NAME_TAKEN = 75
+# Exit code of a successor that could not take the cluster over, and has ended what was left of it.
+EXIT_CANNOT_ADOPT = 76
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 

@@ -7,8 +7,10 @@ import os
 import signal
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-import psutil
+# psutil is asked only where there is no /proc: it costs memory, which the guardian of a cluster does without.
+_HAS_PROC = Path("/proc/self/stat").exists()
 
 
 @dataclass(frozen=True)
@@ -47,18 +49,26 @@ def start_time(pid: int) -> str | None:
     fields = _stat(pid)
     if fields is not None:
         return fields[19]
-    if Path("/proc/self/stat").exists():
+    if _HAS_PROC:
         return None
+    import psutil
+
     try:
         return str(psutil.Process(pid).create_time())
     except psutil.NoSuchProcess:
         return None
 
 
+def parent(pid: int) -> int | None:
+    """The pid of a process's parent, or None when there is no such process (or no `/proc`)."""
+    fields = _stat(pid)
+    return None if fields is None else int(fields[1])
+
+
 def session_members(session_id: int) -> list[ProcessId]:
     """All living processes whose session is `session_id` (a rank leads its own: so it and what it started)."""
     members = []
-    for pid in psutil.pids():
+    for pid in _pids():
         try:
             if os.getsid(pid) == session_id and (found := identify(pid)) and found.is_alive():
                 members.append(found)
@@ -76,6 +86,61 @@ def kill_session(session_id: int) -> int:
     return told
 
 
+class Entry(NamedTuple):
+    """What the process table says of one process."""
+
+    process: ProcessId
+    parent: int
+    session: int
+    zombie: bool
+
+
+def table() -> dict[int, Entry]:
+    """All processes of this user, by pid."""
+    found = {}
+    for pid in _pids():
+        with contextlib.suppress(OSError):
+            if _HAS_PROC and os.stat(f"/proc/{pid}").st_uid != os.getuid():
+                continue
+            if (entry := _entry(pid)) is not None:
+                found[pid] = entry
+    return found
+
+
+def _entry(pid: int) -> Entry | None:
+    if _HAS_PROC:
+        fields = _stat(pid)
+        if fields is None:
+            return None
+        return Entry(ProcessId(pid, fields[19]), int(fields[1]), int(fields[3]), fields[0] in "ZX")
+    import psutil
+
+    try:
+        with (process := psutil.Process(pid)).oneshot():
+            if process.uids().real != os.getuid():
+                return None
+            zombie = process.status() == psutil.STATUS_ZOMBIE
+            return Entry(ProcessId(pid, str(process.create_time())), process.ppid(), os.getsid(pid), zombie)
+    except (psutil.Error, OSError):
+        return None
+
+
+def environment_of(pid: int) -> list[bytes]:
+    """The environment that the process was started with, as `NAME=value`; empty when it cannot be read."""
+    if _HAS_PROC:
+        try:
+            with open(f"/proc/{pid}/environ", "rb") as stream:
+                return stream.read().split(b"\0")
+        except OSError:
+            return []
+    import psutil
+
+    try:
+        return [os.fsencode(f"{key}={value}") for key, value in psutil.Process(pid).environ().items()]
+    except (psutil.Error, OSError):
+        return []
+
+
 def describe_exit(status: int | None) -> tuple[str, str]:
     """Exit status as Popen gives it (negative: signal) in words.
 
@@ -83,7 +148,8 @@ def describe_exit(status: int | None) -> tuple[str, str]:
     outside, *crash* is a fault of the program itself.
     """
     if status is None:
-        return "unknown", "it ended (exit status unknown)"
+        # Only its parent is told, and that was a supervisor that is gone.
+        return "unknown", "it ended (exit status unknown: it was adopted from an earlier supervisor)"
     if status >= 0:
         return "exit", f"it exited with code {status}" + (" (a clean exit)" if status == 0 else "")
     try:
@@ -104,10 +170,19 @@ def describe_exit(status: int | None) -> tuple[str, str]:
     return ("crash" if crash else "kill"), words
 
 
+def _pids() -> list[int]:
+    if _HAS_PROC:
+        return [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+    import psutil
+
+    return psutil.pids()
+
+
 def _stat(pid: int) -> list[str] | None:
     """Fields of /proc/<pid>/stat from the third on (the second, the name, may contain anything)."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stream:
+            text = stream.read()
     except (FileNotFoundError, ProcessLookupError, NotADirectoryError):
         return None
     return text[text.rindex(")") + 2 :].split()
@@ -117,6 +192,8 @@ def _is_zombie(pid: int) -> bool:
     fields = _stat(pid)
     if fields is not None:
         return fields[0] in "ZX"
+    import psutil
+
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -31,6 +31,7 @@ class Connection:
     peer_public_key: str
     peer_secret_key: str
     version: str
+    term: int = 1  # counts the supervisors of one cluster; whoever has the highest is in charge
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
@@ -39,7 +40,7 @@ class Connection:
     def load(cls, path: Path) -> Connection:
         """Read the file; raises ValueError or TypeError when it is damaged."""
         connection = cls(**json.loads(path.read_text(encoding="utf-8")))
-        ports_ok = all(isinstance(port, int) for port in (connection.client_port, connection.rank_port))
+        ports_ok = all(isinstance(n, int) for n in (connection.client_port, connection.rank_port, connection.term))
         keys = (connection.server_key, connection.peer_public_key, connection.peer_secret_key)
         if not ports_ok or not all(isinstance(key, str) and len(key) == 40 for key in keys):
             raise ValueError("a port or a key is not one")
@@ -52,6 +53,10 @@ class Connection:
 def server_socket(context: zmq.Context, kind: int, secret_key: bytes, public_key: bytes) -> zmq.Socket:
     sock = context.socket(kind)
     _common(sock)
+    if kind == zmq.ROUTER:
+        # A peer that connects again while its old connection still counts (a supervisor that was stopped for some
+        # seconds has noticed nothing) would be ignored for ever, and answers to what it had asked be lost.
+        sock.router_handover = True
     sock.curve_server = True
     sock.curve_secretkey = secret_key
     sock.curve_publickey = public_key

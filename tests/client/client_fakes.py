@@ -15,6 +15,7 @@ class FakeConnection:
     def __init__(self, name: str = "default", num_ranks: int = 4, **answers: Any) -> None:
         self.connection = SimpleNamespace(name=name)
         self.supervisor_pid = 4242
+        self.token = "of no real cluster"
         self.asked: list[tuple[str, dict[str, Any]]] = []
         self.alive = True
         self.lock = threading.Lock()
@@ -50,6 +51,16 @@ class FakeConnection:
 
     def supervisor_alive(self) -> bool:
         return self.alive
+
+    @property
+    def usable(self) -> bool:
+        return self.alive
+
+    def expect_end(self) -> None:
+        pass
+
+    def kill_supervisor(self) -> None:
+        pass
 
     def close(self) -> None:
         pass

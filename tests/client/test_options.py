@@ -14,7 +14,7 @@ from ftnb.magics.arguments import parse
 def test_defaults():
     assert check_train_options({}) == {
         "steps": 200, "epochs": None, "global_batch": 32, "seed": 0, "mode": "ddp", "clip_norm": None,
-        "recovery": "shrink", "workers": 0, "evaluate_every": None, "scheduler_interval": "epoch",
+        "recovery": "replace", "workers": 0, "evaluate_every": None, "scheduler_interval": "epoch",
         "name": "run", "wait": False,
     }  # fmt: skip
 
@@ -49,7 +49,7 @@ def test_numpy_numbers_are_numbers():
 
 
 @pytest.mark.parametrize(
-    "given", [{"exact": True}, {"checkpoint_every": 5}, {"recovery": "replace"}, {"mode": "allreduce"}]
+    "given", [{"exact": True}, {"checkpoint_every": 5}, {"recovery": "restart"}, {"mode": "allreduce"}]
 )
 def test_what_comes_later_is_said_to(given):
     with pytest.raises(UsageError, match="not available yet"):

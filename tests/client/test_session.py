@@ -181,6 +181,8 @@ def test_stop_waits_until_the_supervisor_is_gone_and_is_harmless_twice():
 
 
 class FakeProcess:
+    pid = 4242  # the scripted supervisor's
+
     def __init__(self, returncode):
         self.returncode = returncode
 
@@ -240,7 +242,7 @@ def test_a_cluster_started_elsewhere_is_not_taken_over(monkeypatch):
 @pytest.mark.parametrize(
     "options",
     [
-        {"num_ranks": 0}, {"num_ranks": "4"}, {"num_spares": 1}, {"engines": "ssh"}, {"backend": "mpi"},
+        {"num_ranks": 0}, {"num_ranks": "4"}, {"num_spares": -1}, {"num_spares": 100_000}, {"engines": "ssh"}, {"backend": "mpi"},
         {"threads": 0}, {"linger_s": -1}, {"name": "a b"}, {"num_ranks": 100_000}, {"ranks": 3},
     ],
 )  # fmt: skip

@@ -55,7 +55,7 @@ def test_pause_and_unpause(session: ftnb.Session, reference: Reference) -> None:
 
 
 def test_a_kill_while_paused(session: ftnb.Session, reference: Reference) -> None:
-    run = session.train(CELL, steps=STEPS, global_batch=GLOBAL_BATCH, names={})
+    run = session.train(CELL, steps=STEPS, global_batch=GLOBAL_BATCH, recovery="shrink", names={})
     run.pause()
     step = run.step
     run.inject("kill", rank=2)
@@ -90,7 +90,7 @@ def test_stop_leaves_a_complete_directory_and_says_that_nothing_is_saved(
 
 
 def test_stop_while_paused_and_after_a_kill(session: ftnb.Session) -> None:
-    run = session.train(CELL, steps=100_000, global_batch=GLOBAL_BATCH, names={})
+    run = session.train(CELL, steps=100_000, global_batch=GLOBAL_BATCH, recovery="shrink", names={})
     run.inject("kill", rank=0)
     wait_until(lambda: "recovered" in kinds_of(run), "recovered")
     run.pause()
@@ -101,7 +101,7 @@ def test_stop_while_paused_and_after_a_kill(session: ftnb.Session) -> None:
 
 
 def test_faults_that_could_not_happen_are_named(session: ftnb.Session) -> None:
-    run = session.train(CELL, steps=100_000, global_batch=GLOBAL_BATCH, names={})
+    run = session.train(CELL, steps=100_000, global_batch=GLOBAL_BATCH, recovery="shrink", names={})
     run.inject("kill", rank=1, at_step=99_999)
     run.inject("kill", rank=2, after_s=3600)
     run.stop()
@@ -122,7 +122,7 @@ def evaluate(model):
 def test_evaluate_every(session: ftnb.Session) -> None:
     """On rank 0, or on whoever comes next when that one is lost; the value is that of the step's own weights."""
     cell = CELL.replace("torch.nn.Tanh()", "torch.nn.Tanh(), torch.nn.Dropout(0.0)") + EVALUATE
-    run = session.train(cell, steps=STEPS, global_batch=GLOBAL_BATCH, evaluate_every=10, names={})
+    run = session.train(cell, steps=STEPS, global_batch=GLOBAL_BATCH, evaluate_every=10, recovery="shrink", names={})
     run.inject("kill", rank=0, at_step=145)
     check_report(run.wait(timeout_s=60), [0])
     check_books(run, STEPS)
@@ -136,7 +136,7 @@ def test_evaluate_every(session: ftnb.Session) -> None:
 
 
 def test_rank_0_is_killed_in_the_step_after_an_evaluation(session: ftnb.Session) -> None:
-    run = session.train(CELL + EVALUATE, steps=STEPS, global_batch=GLOBAL_BATCH, evaluate_every=5, names={})
+    run = session.train(CELL + EVALUATE, steps=STEPS, global_batch=GLOBAL_BATCH, evaluate_every=5, recovery="shrink", names={})
     run.inject("kill", rank=0, at_step=141)
     check_report(run.wait(timeout_s=60), [0])
     assert [line["step"] for line in run.metrics() if "total" in line] == list(range(5, STEPS + 1, 5))
@@ -145,7 +145,7 @@ def test_rank_0_is_killed_in_the_step_after_an_evaluation(session: ftnb.Session)
 def test_evaluate_raises(session: ftnb.Session) -> None:
     """Its one caller raises, then the next one: the same step twice, so the run stops and shows why."""
     cell = CELL + "def evaluate(model):\n    return {'x': model.nothing}\n"
-    run = session.train(cell, steps=STEPS, global_batch=GLOBAL_BATCH, evaluate_every=140, names={})
+    run = session.train(cell, steps=STEPS, global_batch=GLOBAL_BATCH, evaluate_every=140, recovery="shrink", names={})
     report = run.wait(timeout_s=60)
     assert report.state == "failed"
     assert "AttributeError" in report.reason and "nothing" in report.reason
@@ -158,7 +158,7 @@ SCHEDULER = "scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3,
 @pytest.mark.parametrize("interval", ["epoch", "step"])
 def test_scheduler(session: ftnb.Session, interval: str) -> None:
     cell = CELL + SCHEDULER
-    run = session.train(cell, steps=STEPS, global_batch=GLOBAL_BATCH, scheduler_interval=interval, names={})
+    run = session.train(cell, steps=STEPS, global_batch=GLOBAL_BATCH, scheduler_interval=interval, recovery="shrink", names={})
     run.inject("kill", rank=0, at_step=140)
     check_report(run.wait(timeout_s=60), [0])
     check_books(run, STEPS)
@@ -171,7 +171,7 @@ def test_scheduler(session: ftnb.Session, interval: str) -> None:
 def test_clip_norm(session: ftnb.Session) -> None:
     """Clipped after averaging: the norm is that of the mean gradient of the whole global batch."""
     limit = 0.2
-    run = session.train(CELL, steps=STEPS, global_batch=GLOBAL_BATCH, clip_norm=limit, names={})
+    run = session.train(CELL, steps=STEPS, global_batch=GLOBAL_BATCH, clip_norm=limit, recovery="shrink", names={})
     run.inject("kill", rank=1, at_step=140)
     check_report(run.wait(timeout_s=60), [1])
     reference = Reference(CELL, STEPS, clip_norm=limit)
@@ -205,7 +205,7 @@ SAME_WEIGHTED = 1e-5
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_weighted_loss_against_the_reference(session: ftnb.Session, workers: int) -> None:
-    run = session.train(TOKENS, steps=STEPS, global_batch=GLOBAL_BATCH, workers=workers, names={})
+    run = session.train(TOKENS, steps=STEPS, global_batch=GLOBAL_BATCH, workers=workers, recovery="shrink", names={})
     run.inject("kill", rank=2, at_step=140)
     check_report(run.wait(timeout_s=60), [2])
     check_books(run, STEPS)

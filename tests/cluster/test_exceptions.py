@@ -62,7 +62,7 @@ def check_still_works(session: ftnb.Session, reference: Reference, pids: dict[in
 )
 def test_one_rank_raises(session: ftnb.Session, reference: Reference, error: str, text: str) -> None:
     cell = cell_with_trouble(f"if rank == 2 and calls == {AT_CALL}: raise {error}")
-    run = session.train(cell, steps=STEPS, global_batch=GLOBAL_BATCH, names={})
+    run = session.train(cell, steps=STEPS, global_batch=GLOBAL_BATCH, recovery="shrink", names={})
     report = run.wait(timeout_s=60)
     check_report(report, [2], kind="exception")
     check_books(run, STEPS)
@@ -85,7 +85,7 @@ def test_two_ranks_raise_in_the_same_step(session: ftnb.Session, reference: Refe
     cell = cell_with_trouble(f"""if rank in (1, 3) and calls == {AT_CALL}:
         time.sleep(0.02 * rank)
         raise ValueError(f"rank {{rank}} is out of luck")""")
-    run = session.train(cell, steps=STEPS, global_batch=GLOBAL_BATCH, names={})
+    run = session.train(cell, steps=STEPS, global_batch=GLOBAL_BATCH, recovery="shrink", names={})
     report = run.wait(timeout_s=60)
     check_report(report, [1, 3], kind="exception")
     check_books(run, STEPS)
@@ -173,7 +173,7 @@ def test_same_step_fails_twice(session: ftnb.Session, reference: Reference) -> N
     with_poison = Reference(POISON + MODEL + LOSS, 4)
     run = None
     try:
-        run = session.train(cell, steps=STEPS, global_batch=GLOBAL_BATCH, names={})
+        run = session.train(cell, steps=STEPS, global_batch=GLOBAL_BATCH, recovery="shrink", names={})
     except CellError as error:  # the step may come within the first ones that `train` waits for
         says(error, "failed twice")
     run = run or session.run
@@ -213,7 +213,7 @@ def test_a_rank_ends_by_itself(
     session: ftnb.Session, reference: Reference, trouble: str, kind: str, words: str
 ) -> None:
     cell = cell_with_trouble(f"if rank == 1 and calls == {AT_CALL}: {trouble}; time.sleep(60)")
-    run = session.train(cell, steps=STEPS, global_batch=GLOBAL_BATCH, names={})
+    run = session.train(cell, steps=STEPS, global_batch=GLOBAL_BATCH, recovery="shrink", names={})
     report = run.wait(timeout_s=60)
     check_report(report, [1], kind=kind)
     says(ValueError(report.failures[0].reason), "Rank 1 is gone", words)
@@ -228,7 +228,7 @@ def test_a_crash_that_comes_back_stops_the_run(session: ftnb.Session, reference:
         DATA, POISON
     )
     try:
-        run = session.train(cell, steps=STEPS, global_batch=GLOBAL_BATCH, names={})
+        run = session.train(cell, steps=STEPS, global_batch=GLOBAL_BATCH, recovery="shrink", names={})
     except ftnb.FtnbError as error:
         says(error, "failed twice")
         run = session.run
@@ -260,7 +260,7 @@ class Flaky(torch.utils.data.Dataset):
 dataset = Flaky()
 """
     )
-    run = session.train(cell, steps=STEPS, global_batch=GLOBAL_BATCH, workers=workers, names={})
+    run = session.train(cell, steps=STEPS, global_batch=GLOBAL_BATCH, workers=workers, recovery="shrink", names={})
     report = run.wait(timeout_s=60)
     check_report(report, [3], kind="exception")
     assert "OSError" in report.failures[0].reason and "the disk of rank 3" in report.failures[0].reason

@@ -1,4 +1,4 @@
-"""Ranks are killed with SIGKILL: the training goes on, and its result is that of the undisturbed one."""
+"""Ranks are killed with SIGKILL and not replaced: those left go on, and the result is that of the undisturbed run."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_undisturbed_run_is_the_reference(session: ftnb.Session, reference: Refe
 
 @pytest.mark.parametrize("rank", [2, 0])
 def test_kill_inside_a_step(session: ftnb.Session, reference: Reference, rank: int) -> None:
-    run = session.train(CELL, steps=STEPS, global_batch=GLOBAL_BATCH, names={})
+    run = session.train(CELL, steps=STEPS, global_batch=GLOBAL_BATCH, recovery="shrink", names={})
     answer = run.inject("kill", rank=rank, at_step=140)
     assert answer["rank"] == rank and "step 140" in answer["reason"]
     check_all(run, reference, STEPS, [rank])
@@ -80,21 +80,21 @@ def test_kill_inside_a_step(session: ftnb.Session, reference: Reference, rank: i
 
 @pytest.mark.parametrize(("rank", "when"), [(1, {}), (3, {"after_s": 0.2})], ids=["now", "after a time"])
 def test_kill_at_no_step_in_particular(session: ftnb.Session, reference: Reference, rank: int, when: dict) -> None:
-    run = session.train(CELL, steps=MANY_STEPS, global_batch=GLOBAL_BATCH, names={})
+    run = session.train(CELL, steps=MANY_STEPS, global_batch=GLOBAL_BATCH, recovery="shrink", names={})
     wait_until(lambda: run.step >= 3, "three steps are done")
     run.inject("kill", rank=rank, **when)
     check_all(run, reference, MANY_STEPS, [rank])
 
 
 def test_two_ranks_in_the_same_step(session: ftnb.Session, reference: Reference) -> None:
-    run = session.train(CELL, steps=STEPS, global_batch=GLOBAL_BATCH, names={})
+    run = session.train(CELL, steps=STEPS, global_batch=GLOBAL_BATCH, recovery="shrink", names={})
     for rank in (0, 2):
         run.inject("kill", rank=rank, at_step=140)
     check_all(run, reference, STEPS, [0, 2])
 
 
 def test_two_ranks_killed_from_outside_at_once(session: ftnb.Session, reference: Reference) -> None:
-    run = session.train(CELL, steps=MANY_STEPS, global_batch=GLOBAL_BATCH, names={})
+    run = session.train(CELL, steps=MANY_STEPS, global_batch=GLOBAL_BATCH, recovery="shrink", names={})
     ranks = processes_of(session)
     wait_until(lambda: run.step >= 3, "three steps are done")
     for rank in (1, 3):
@@ -105,7 +105,7 @@ def test_two_ranks_killed_from_outside_at_once(session: ftnb.Session, reference:
 
 
 def test_down_to_one_survivor(session: ftnb.Session, reference: Reference) -> None:
-    run = session.train(CELL, steps=STEPS, global_batch=GLOBAL_BATCH, names={})
+    run = session.train(CELL, steps=STEPS, global_batch=GLOBAL_BATCH, recovery="shrink", names={})
     survivor = pids_of(session)[3]
     for number, rank in enumerate((0, 1, 2)):
         run.inject("kill", rank=rank, at_step=130 + 10 * number)
@@ -118,7 +118,7 @@ def test_down_to_one_survivor(session: ftnb.Session, reference: Reference) -> No
 
 
 def test_second_kill_during_the_recovery(session: ftnb.Session, reference: Reference) -> None:
-    run = session.train(CELL, steps=MANY_STEPS, global_batch=GLOBAL_BATCH, names={})
+    run = session.train(CELL, steps=MANY_STEPS, global_batch=GLOBAL_BATCH, recovery="shrink", names={})
     ranks = processes_of(session)
     wait_until(lambda: run.step >= 3, "three steps are done")
     assert ranks[2].signal(signal.SIGKILL)
@@ -129,7 +129,7 @@ def test_second_kill_during_the_recovery(session: ftnb.Session, reference: Refer
 
 
 def test_all_ranks_lost(session: ftnb.Session, reference: Reference) -> None:
-    run = session.train(CELL, steps=20 * MANY_STEPS, global_batch=GLOBAL_BATCH, names={})
+    run = session.train(CELL, steps=20 * MANY_STEPS, global_batch=GLOBAL_BATCH, recovery="shrink", names={})
     ranks = processes_of(session)
     for process in ranks.values():
         process.signal(signal.SIGKILL)
@@ -164,7 +164,7 @@ def test_rank_lost_between_two_runs(session: ftnb.Session, reference: Reference)
 def test_kill_with_workers(session: ftnb.Session, reference: Reference, rank: int) -> None:
     engines = pids_of(session)
     before = {r: set(proc.session_members(pid)) for r, pid in engines.items()}
-    run = session.train(CELL, steps=STEPS, global_batch=GLOBAL_BATCH, workers=2, names={})
+    run = session.train(CELL, steps=STEPS, global_batch=GLOBAL_BATCH, workers=2, recovery="shrink", names={})
     engines = pids_of(session)
     # What the training has added to each rank's session: its DataLoader workers.
     workers = {r: set(proc.session_members(pid)) - before.get(r, set()) for r, pid in engines.items()}
@@ -192,7 +192,7 @@ def _is_worker(process: proc.ProcessId) -> bool:
 def test_epochs_with_kills_and_single_precision(session: ftnb.Session) -> None:
     """`epochs` instead of steps, in float32 as most people train; two kills in two epochs."""
     cell = CELL.replace("dtype=torch.float64", "dtype=torch.float32").replace(").double()", ")")
-    run = session.train(cell, epochs=40, global_batch=GLOBAL_BATCH, seed=7, names={})
+    run = session.train(cell, epochs=40, global_batch=GLOBAL_BATCH, seed=7, recovery="shrink", names={})
     run.inject("kill", rank=1, at_step=141)
     run.inject("kill", rank=3, at_step=148)  # the short last batch of epoch 37: two samples for three ranks
     report = run.wait(timeout_s=60)
@@ -203,7 +203,7 @@ def test_epochs_with_kills_and_single_precision(session: ftnb.Session) -> None:
 
 
 def test_weights_are_those_of_the_reference(session: ftnb.Session) -> None:
-    run = session.train(CELL, steps=STEPS, global_batch=GLOBAL_BATCH, names={})
+    run = session.train(CELL, steps=STEPS, global_batch=GLOBAL_BATCH, recovery="shrink", names={})
     victim = run.inject("kill", at_step=150)["rank"]  # without a rank one is picked
     assert victim in range(NUM_RANKS)
     report = run.wait(timeout_s=60)
@@ -227,7 +227,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 def test_batchnorm_with_shares_of_one_sample(session: ftnb.Session) -> None:
     """Four samples for four ranks, at the end of an epoch two: BatchNorm cannot normalise a single value."""
     cell = DATA + NORM + LOSS
-    run = session.train(cell, steps=130, global_batch=4, names={})
+    run = session.train(cell, steps=130, global_batch=4, recovery="shrink", names={})
     run.inject("kill", rank=2, at_step=110)
     report = run.wait(timeout_s=60)
     check_report(report, [2])
@@ -243,7 +243,7 @@ def test_adam_and_a_larger_share_than_before(session: ftnb.Session) -> None:
     model = MODEL.replace("torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)",
                           "torch.optim.Adam(model.parameters(), lr=0.01)")  # fmt: skip
     cell = DATA + model + LOSS
-    run = session.train(cell, steps=STEPS, global_batch=NUM_SAMPLES, names={})
+    run = session.train(cell, steps=STEPS, global_batch=NUM_SAMPLES, recovery="shrink", names={})
     run.inject("kill", rank=0, at_step=140)
     run.inject("kill", rank=1, at_step=150)
     check_report(run.wait(timeout_s=60), [0, 1])
@@ -265,7 +265,7 @@ subprocess.Popen(["sleep", "98.25"], start_new_session=True)
         return [p for p in running if p.cmdline()[-1] in marks]
 
     try:
-        run = session.train(cell, steps=MANY_STEPS, global_batch=GLOBAL_BATCH, names={})
+        run = session.train(cell, steps=MANY_STEPS, global_batch=GLOBAL_BATCH, recovery="shrink", names={})
         assert len(sleepers()) == 2 * session.num_ranks
         run.inject("kill", rank=1, at_step=MANY_STEPS - 10)
         report = run.wait(timeout_s=60)

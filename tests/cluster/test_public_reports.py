@@ -44,7 +44,7 @@ def reference() -> Reference:
 
 
 def test_a_dead_engine_leaves_the_views_and_comes_back(session: ftnb.Session, reference: Reference) -> None:
-    run = session.train(CELL, steps=160, global_batch=GLOBAL_BATCH, names={})
+    run = session.train(CELL, steps=160, global_batch=GLOBAL_BATCH, recovery="shrink", names={})
     assert sorted(session.client.ids) == [0, 1, 2, 3]
     run.inject("kill", rank=2, at_step=150)
     check_report(run.wait(timeout_s=60), [2])
@@ -147,7 +147,7 @@ def test_weights_are_visible_in_the_notebook(session: ftnb.Session, reference: R
 
 
 def test_weights_after_rank_0_was_lost(session: ftnb.Session) -> None:
-    run = session.train(CELL, steps=160, global_batch=GLOBAL_BATCH, names={})
+    run = session.train(CELL, steps=160, global_batch=GLOBAL_BATCH, recovery="shrink", names={})
     run.inject("kill", rank=0, at_step=150)
     report = run.wait(timeout_s=60)
     assert digest_of(run.state_dict(), CELL) == report.weights_digest
@@ -184,7 +184,7 @@ def _finish(session: ftnb.Session) -> bool:
 @pytest.mark.parametrize("global_batch", [7, 49])
 def test_uneven_shares_do_not_hang_and_the_batch_stays_what_it_is(session: ftnb.Session, global_batch: int) -> None:
     """Last batches of one sample, for four ranks and for three after a loss."""
-    run = session.train(CELL, steps=60, global_batch=global_batch, names={})
+    run = session.train(CELL, steps=60, global_batch=global_batch, recovery="shrink", names={})
     run.inject("kill", rank=1, at_step=50)
     check_report(run.wait(timeout_s=60), [1])
     check_books(run, 60, global_batch=global_batch)  # constant global batch, whatever the world size

@@ -52,7 +52,7 @@ def exits(log: str) -> dict[int, str]:
 
 
 def train_long(session: ftnb.Session, **options) -> ftnb.Run:
-    run = session.train(CELL, steps=1_000_000, global_batch=GLOBAL_BATCH, names={}, **options)
+    run = session.train(CELL, steps=1_000_000, global_batch=GLOBAL_BATCH, recovery="shrink", names={}, **options)
     wait_until(lambda: run.step >= 5, "the training goes on")
     return run
 
@@ -78,7 +78,7 @@ def test_kills_and_restarts_leave_the_survivor_as_it_was(cluster: SharedCluster,
     }  # fmt: skip
     numbers: list[dict[str, tuple[int, int, int]]] = []
     for number in range(kills // 2):
-        run = session.train(CELL, steps=steps, global_batch=GLOBAL_BATCH, names={}, name="flat", show=lambda text: None)
+        run = session.train(CELL, steps=steps, global_batch=GLOBAL_BATCH, recovery="shrink", names={}, name="flat", show=lambda text: None)
         for rank in (1, 2) if number % 2 else (2, 1):
             run.inject("kill", rank=rank)
         check_report(run.wait(timeout_s=60), [1, 2], world_size=3)

@@ -50,19 +50,39 @@ def pair(tmp_path):
     reader.close()
 
 
+def read(reader):
+    """All records that are there, freed at once."""
+    found = []
+    for position, record in reader.read():
+        found.append(record)
+        reader.free(position)
+    return found
+
+
 def test_a_ring_gives_every_record_once_and_in_order_many_times_around(pair):
     writer, reader = pair
     sent, got = [], []
-    for number in range(60):
+    for number in range(200):
         record = bytes([number]) * (number * 1777 % 60_000)
         writer.write(record)
         sent.append(record)
         if number % 3 == 0:
-            got += list(reader.read())
-    got += list(reader.read())
+            got += read(reader)
+    got += read(reader)
     assert sum(map(len, sent)) > ring.DATA_BYTES  # it did go around
     assert got == sent
-    assert list(reader.read()) == []
+    assert read(reader) == [] and reader.is_empty
+
+
+def test_the_next_reader_of_a_ring_finds_what_was_read_but_not_freed(pair):
+    writer, reader = pair
+    for record in (b"one", b"two", b"three"):
+        writer.write(record)
+    positions = [position for position, _ in reader.read()]
+    reader.free(positions[0])
+    assert not reader.is_empty
+    successor = ring.RingReader(reader.path, create=False)
+    assert read(successor) == [b"two", b"three"]
 
 
 def test_what_a_killed_process_wrote_into_its_ring_is_still_there(tmp_path):
@@ -73,7 +93,7 @@ def test_what_a_killed_process_wrote_into_its_ring_is_still_there(tmp_path):
     )
     ended = subprocess.run([sys.executable, "-c", code, str(reader.path)], timeout=60)
     assert ended.returncode == -signal.SIGKILL
-    assert list(reader.read()) == [b"last words"]
+    assert read(reader) == [b"last words"]
     assert stat.S_IMODE(reader.path.stat().st_mode) == 0o600
     reader.close()
     assert not reader.path.exists()

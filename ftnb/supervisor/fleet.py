@@ -1,0 +1,488 @@
+"""All engine processes of the cluster: who fills which slot, who is in the pool, who has to be started or ended.
+
+A slot (rank) is filled by one process at a time. Processes without a slot are in the *pool*: warm spares, and
+replacements that are being started for a certain slot. Which to start, and how often, is decided by `core/keeper`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ftnb.core import keeper, protocol
+from ftnb.errors import ClusterError
+from ftnb.supervisor import joining
+from ftnb.supervisor.ranks import Slot
+from ftnb.wire import proc
+from ftnb.wire.records import RANK, SPARE
+from ftnb.wire.ring import RingReader
+
+if TYPE_CHECKING:
+    from ftnb.supervisor.engines import Engines
+    from ftnb.supervisor.server import Supervisor
+
+log = logging.getLogger("ftnb.fleet")
+
+START_TIMEOUT_S = 120.0
+# A replacement is started when the survivors have recovered, or have tried for so long.
+RECOVERY_FIRST_S = 0.3
+
+
+class Fleet:
+    """The table of processes, and what is done to them. The planner of a run decides who enters and who leaves it."""
+
+    def __init__(self, supervisor: Supervisor, num_ranks: int, num_spares: int) -> None:
+        self._supervisor = supervisor
+        self.num_ranks, self.num_spares = num_ranks, num_spares
+        self.ranks: dict[int, Slot] = {}
+        self.pool: list[Slot] = []
+        self.retired: list[Slot] = []  # gone, or on their way out; their last reports may have to be written yet
+        self.vacant: set[int] = set()  # while no run goes on: slots that are to be filled
+        self.given_up: dict[int | None, str] = {}  # slots that will not be filled any more, and why
+        self.notes: deque[str] = deque(maxlen=20)
+        self.changed = asyncio.Event()
+        self.engines: Engines | None = None
+        self._keeper = keeper.State()
+        self._next_number = 1
+        self._lost_at = 0.0
+
+    # --- start
+
+    async def begin(self, engines: Engines) -> None:
+        """Start the controller and all ranks; spares follow. Raises `ClusterError`."""
+        self.engines = engines
+        self.ranks = {rank: self._new_slot(rank=rank) for rank in range(self.num_ranks)}
+        await engines.start_controller()
+        self._supervisor.office.save_cluster()
+        for slot in self.ranks.values():
+            await self._launch(slot)
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while waiting := [s for s in self.ranks.values() if s.state == "starting"]:
+            if time.monotonic() > deadline:
+                raise ClusterError(
+                    f"Rank {waiting[0].rank} did not get ready within {START_TIMEOUT_S:.0f} s. "
+                    f"{self._last_words(waiting[0])}"
+                )
+            await self.wait_changed(1.0)
+        for slot in self.ranks.values():
+            if slot.state != "idle":
+                raise ClusterError(f"Rank {slot.rank} could not start: {slot.problem} {self._last_words(slot)}")
+
+    def _new_slot(self, *, rank: int | None = None, intended: int | None = None) -> Slot:
+        slot = Slot(f"engine{self._next_number}", rank=rank, intended=intended, started=time.monotonic())
+        slot.engine_id = self._engine_id(rank if rank is not None else intended)
+        self._next_number += 1
+        return slot
+
+    def _engine_id(self, wanted: int | None) -> int:
+        """ipyparallel's number for a new engine: that of its slot, unless a spare that took another one has it."""
+        used = {s.engine_id for s in (*self.ranks.values(), *self.pool) if s.alive and s.engine_id is not None}
+        if wanted is not None and wanted not in used:
+            return wanted
+        return max([self.num_ranks - 1, *used]) + 1
+
+    async def _launch(self, slot: Slot) -> None:
+        assert self.engines is not None
+        supervisor = self._supervisor
+        slot.ring = RingReader(supervisor.directory / f"{slot.key}.ring")
+        rank = slot.rank if slot.rank is not None else slot.intended
+        environment = {
+            "FTNB_RANK": str(-1 if rank is None else rank), "FTNB_KEY": slot.key, "FTNB_RING": str(slot.ring.path),
+            "FTNB_CONNECTION": str(supervisor.connection_file),
+        }
+        slot.process = await self.engines.start_engine(
+            slot.key, slot.engine_id, environment, lambda pid, status: self._exited(slot, pid, status)
+        )
+        self.note_process(slot)
+
+    def note_process(self, slot: Slot) -> None:
+        """On record before anything can happen to it."""
+        if slot.process is not None:
+            rank = slot.rank if slot.rank is not None else slot.intended
+            self._supervisor.office.records.note(SPARE if rank is None else RANK, slot.process, rank)
+        self._supervisor.office.save_cluster()
+
+    def watch(self, slot: Slot) -> None:
+        """A process that the engines' launcher did not tell, or that an earlier supervisor has started."""
+        assert self.engines is not None and slot.process is not None
+        self.engines.watch(slot.process, lambda pid, status: self._exited(slot, pid, status), slot.key)
+
+    def _last_words(self, slot: Slot) -> str:
+        output = self.engines.output_of(slot.key) if self.engines else ""
+        return f"The end of its output:\n{output}" if output else "It wrote no output."
+
+    async def wait_changed(self, limit_s: float) -> None:
+        event = self.changed
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(event.wait(), limit_s)
+
+    def notify(self) -> None:
+        event, self.changed = self.changed, asyncio.Event()
+        event.set()
+
+    # --- for a successor
+
+    def record(self) -> dict[str, Any]:
+        places = (("rank", self.ranks.values()), ("pool", self.pool), ("retired", self.retired))
+        return {
+            "slots": [{"place": place, **slot.record()} for place, slots in places for slot in slots],
+            "next_number": self._next_number, "vacant": sorted(self.vacant),
+        }
+
+    def restore(self, record: dict[str, Any]) -> None:
+        """The table as an earlier supervisor had it. Who has died since is found out by `watch`."""
+        self._next_number, self.vacant = record["next_number"], set(record["vacant"])
+        for entry in record["slots"]:
+            slot = Slot.restored(entry, self._supervisor.directory)
+            if entry["place"] == "rank":
+                self.ranks[slot.rank] = slot
+            else:
+                (self.pool if entry["place"] == "pool" else self.retired).append(slot)
+
+    # --- who is there
+
+    def slots(self) -> list[Slot]:
+        return [*self.ranks.values(), *self.pool, *self.retired]
+
+    def by_pid(self, pid: int) -> Slot | None:
+        for slot in (*self.ranks.values(), *self.pool):
+            if slot.process is not None and slot.process.pid == pid:
+                return slot
+        return None
+
+    def by_key(self, key: str) -> Slot | None:
+        return next((slot for slot in self.slots() if slot.key == key), None)
+
+    def statuses(self) -> list[dict[str, Any]]:
+        """One entry per slot, whoever fills it (or is to fill it), then the spares."""
+        now = time.monotonic()
+        entries, shown = [], set()
+        for rank in sorted({*range(self.num_ranks), *self.ranks}):
+            slot = self.ranks.get(rank)
+            if slot is None or not slot.alive:
+                coming = next((s for s in self.pool if s.intended == rank and s.alive), None)
+                if coming is not None:
+                    shown.add(coming.key)
+                    state = "starting" if coming.state == "starting" else "joining"
+                    entries.append(coming.status(now) | {"rank": rank, "state": state})
+                    continue
+            empty = {"engine": None, "pid": None, "host": None, "state": "failed", "step": None}
+            entries.append(
+                slot.status(now) if slot is not None
+                else {"rank": rank, **empty, "heartbeat_age_s": None, "phi": None, "problem": self.given_up.get(rank)}
+            )
+        return entries + [slot.status(now) for slot in self.pool if slot.key not in shown]
+
+    # --- the pool
+
+    def tick(self) -> None:
+        """Start what is missing, within limits; end what is too late or too much."""
+        if self.engines is None or self._supervisor.state in ("starting", "failed"):
+            return
+        now = time.monotonic()
+        self._prove()
+        for slot in [s for s in self.pool if s.state == "starting" and now - s.started > START_TIMEOUT_S]:
+            slot.problem = f"It did not get ready within {START_TIMEOUT_S:.0f} s."
+            self.kill_slot(slot)
+        run = self._supervisor.going_run
+        if run is not None and run.state == "recovering" and now - self._lost_at < RECOVERY_FIRST_S:
+            return
+        vacant = frozenset(self._vacancies())
+        pool = tuple(keeper.Pooled(s.key, s.intended, s.state == "spare") for s in self.pool if s.alive)
+        need = keeper.Need(vacant, self.num_spares, pool)
+        self._keeper, actions = keeper.decide(now, self._keeper, need)
+        for action in actions:
+            if isinstance(action, keeper.Start):
+                slot = self._new_slot(intended=action.intended)
+                self.pool.append(slot)
+                self._supervisor.spawn(self._start_pooled(slot))
+            else:
+                self._give_up(action.intended, action.reason)
+        self._hand_out()
+        for slot in [s for s in self.retired if s.process is None or not s.process.is_alive()]:
+            if self._supervisor.going_run is None:
+                slot.free_reports(None)
+            if slot.ring is None or not slot.unfreed:
+                self._forget(slot)
+
+    def _vacancies(self) -> set[int]:
+        run = self._supervisor.going_run
+        if run is None:
+            return self.vacant
+        return set() if run.no_joining else set(run.vacant)
+
+    async def _start_pooled(self, slot: Slot) -> None:
+        try:
+            await self._launch(slot)
+        except Exception as error:
+            log.exception("an engine could not be started")
+            slot.state, slot.problem = "failed", f"{type(error).__name__}: {error}"
+            if slot in self.pool:
+                self._pool_lost(slot, "starting", slot.problem)
+
+    def warm(self, slot: Slot) -> None:
+        """Its libraries are loaded: it can be used."""
+        if slot.rank is not None:
+            slot.state = "idle"
+        else:
+            slot.state = "spare"
+            self.offer(slot)
+        self.notify()
+        self._supervisor.office.save_cluster()
+
+    def offer(self, slot: Slot) -> None:
+        """Somebody in the pool is ready: a run that goes on lets it run its cell, else it can fill a slot."""
+        run = self._supervisor.going_run
+        wanted = run is not None and not run.no_joining and (run.vacant or slot.intended is None)
+        if wanted and slot.loaded is None and slot.agent is not None:
+            joining.load(self._supervisor, run, slot)
+        self._hand_out()
+
+    def _hand_out(self) -> None:
+        """No run goes on: fill vacant slots with what is ready; what is too much is ended."""
+        if self._supervisor.going_run is not None:
+            return
+        for slot in [s for s in self.pool if s.state == "spare" and s.agent is not None]:
+            if slot.intended in self.vacant or self.vacant:
+                rank = slot.intended if slot.intended in self.vacant else min(self.vacant)
+                self._put(slot, rank)
+                slot.state = "idle"
+                self._succeeded(rank)
+                self.notify()
+                self._supervisor.office.save_cluster()
+            elif slot.intended is not None and self.num_spares < sum(s.alive for s in self.pool):
+                self._dismiss(slot)
+            else:
+                slot.intended = None
+
+    def _put(self, slot: Slot, rank: int) -> None:
+        """`slot` fills `rank` from now on."""
+        if slot in self.pool:
+            self.pool.remove(slot)
+        if (old := self.ranks.get(rank)) is not None:
+            self.retired.append(old)
+        slot.rank, slot.intended = rank, None
+        self.ranks[rank] = slot
+        self.vacant.discard(rank)
+        self.tell(slot, "assign", rank=rank)
+        if slot.process is not None:
+            self._supervisor.office.records.note(RANK, slot.process, rank)
+
+    def take_spare(self, rank: int, run_name: str, step: int) -> None:
+        """The planner gives `rank` to somebody who has run the cell."""
+        ready = [s for s in self.pool if s.loaded == run_name and s.agent is not None]
+        slot = min(ready, key=lambda s: (s.intended != rank, s.intended is not None))
+        self._put(slot, rank)
+        slot.state, slot.joined_step, slot.joined_run = "joining", step, run_name
+        self._supervisor.office.save_cluster()
+
+    def release(self, ranks: tuple[int, ...]) -> None:
+        """The cluster has shrunk on purpose: these processes end."""
+        for rank in ranks:
+            if (slot := self.ranks.pop(rank, None)) is not None:
+                self._dismiss(slot)
+        self._supervisor.office.save_cluster()
+
+    def _dismiss(self, slot: Slot) -> None:
+        if slot in self.pool:
+            self.pool.remove(slot)
+        slot.state = "leaving"
+        self.retired.append(slot)
+        self.tell(slot, "exit")
+        self._supervisor.spawn(self._end_soon(slot))
+
+    async def _end_soon(self, slot: Slot) -> None:
+        await asyncio.sleep(1.0)
+        while self.kill_all_of(slot):
+            await asyncio.sleep(0.05)
+
+    def resize(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        self.forgive()
+        if (run := self._supervisor.going_run) is not None:
+            run.resize(num_ranks)
+        else:
+            self.vacant = {r for r in range(num_ranks) if r not in self.ranks or not self.ranks[r].usable}
+            self.release(tuple(r for r in sorted(self.ranks) if r >= num_ranks))
+        # The slots of the dead go at once.
+        for rank in [r for r, slot in self.ranks.items() if r >= num_ranks and not slot.alive]:
+            self.retired.append(self.ranks.pop(rank))
+        self._supervisor.office.save_cluster()
+        self.tick()
+
+    async def complete(self) -> list[int]:
+        """Fill every slot, for a new run; returns the ranks that had to be started again. Raises `ClusterError`."""
+        missing = [r for r in range(self.num_ranks) if r not in self.ranks or not self.ranks[r].usable]
+        self.forgive()
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while lacking := [r for r in range(self.num_ranks) if r not in self.ranks or not self.ranks[r].usable]:
+            self.vacant.update(lacking)
+            self.tick()
+            if refused := [r for r in lacking if r in self.given_up]:
+                self.vacant.difference_update(lacking)
+                raise ClusterError(
+                    f"Rank {refused[0]} was lost and could not be started again: {self.given_up[refused[0]]}"
+                )
+            if time.monotonic() > deadline:
+                raise ClusterError(f"Rank {lacking[0]} was lost and could not be started again within "
+                                   f"{START_TIMEOUT_S:.0f} s; see {self._supervisor.directory / 'supervisor.log'}.")
+            await self.wait_changed(0.1)
+            self._supervisor.check_called_off()
+            missing += [r for r in lacking if r not in missing]
+        return missing
+
+    def forgive(self) -> None:
+        self._keeper = keeper.forgive(self._keeper)
+        self.given_up.clear()
+
+    def _give_up(self, intended: int | None, reason: str) -> None:
+        what = "Spares are" if intended is None else f"Rank {intended} is"
+        text = f"{what} not started again: {reason}"
+        self.given_up[intended] = reason
+        self.note(text)
+        if (run := self._supervisor.going_run) is not None:
+            run.emit("spare_lost", text, rank=intended)
+
+    def note(self, text: str) -> None:
+        log.info("%s", text)
+        self.notes.append(text)
+
+    # --- how replacements fare
+
+    def failed(self, intended: int | None, reason: str) -> None:
+        self._keeper = keeper.failed(time.monotonic(), self._keeper, intended, reason)
+
+    def _succeeded(self, rank: int) -> None:
+        self._keeper = keeper.succeeded(self._keeper, rank)
+
+    def _prove(self) -> None:
+        """A replacement that has done some steps counts as a success."""
+        run = self._supervisor.going_run
+        for slot in self.ranks.values():
+            if slot.joined_step is not None and (
+                run is None or slot.joined_run != run.name or run.step >= slot.joined_step + keeper.MIN_STEPS
+            ):
+                slot.joined_step = None
+                self._succeeded(slot.rank)
+
+    # --- the end of a process
+
+    def _exited(self, slot: Slot, pid: int, status: int | None) -> None:
+        # Pid 0: the command of a profile's launcher has ended. That matters only if no engine has come from it.
+        if slot in self.retired or pid != (slot.process.pid if slot.process is not None else 0):
+            return
+        failure, words = proc.describe_exit(status)
+        if pid == 0:
+            words = f"the command of the profile's launcher ended before an engine came from it: {words}"
+        was, slot.state, slot.agent = slot.state, "failed", None
+        if was == "failed" and slot.problem:
+            words = slot.problem.rstrip(".")  # it said itself why it had to be ended
+        slot.problem = slot.problem or f"{words[0].upper()}{words[1:]}."
+        if slot.fault_time is not None:
+            words = "it was killed (SIGKILL, injected)" if status in (-signal.SIGKILL, None) else words
+            failure = "kill" if status is None else failure
+        log.info("%s (rank %s, pid %d) is gone, it was %s: %s", slot.key, slot.rank, pid, was, words)
+        self._supervisor.drain(slot)
+        if slot in self.pool:
+            self._pool_lost(slot, was, words)
+        else:
+            self._supervisor.rank_lost(slot, failure, words)
+            if slot.joined_step is not None:
+                slot.joined_step = None
+                self.failed(slot.rank, words)
+        self.notify()
+        self._lost_at = time.monotonic()
+        # The survivors come first: they need this process, and the cores, to get going again.
+        asyncio.get_running_loop().call_later(0.02, self._supervisor.office.save_cluster)
+
+    def _pool_lost(self, slot: Slot, was: str, words: str) -> None:
+        run = self._supervisor.going_run
+        self.pool.remove(slot)
+        self.retired.append(slot)
+        self._supervisor.spawn(self._end_all_of(slot))
+        for_whom = "spare" if slot.intended is None else f"replacement of rank {slot.intended}"
+        pid = slot.process.pid if slot.process else "none"
+        if (was == "spare" and slot.loaded is None) or (run is not None and slot.loaded == run.name):
+            text = f"A {for_whom} (pid {pid}) is lost while idle: {words.rstrip('.')}. Another one is started."
+        else:
+            text = f"A {for_whom} (pid {pid}) is lost before it was ready: {words.rstrip('.')}."
+            self.failed(slot.intended, words)
+        self.note(text)
+        if run is not None:
+            run.emit("spare_lost", text, rank=slot.intended)
+            if slot.loaded == run.name:
+                run.handle(protocol.SpareLost())
+
+    def kill_slot(self, slot: Slot, signum: int = signal.SIGKILL) -> None:
+        if slot.process is not None:
+            slot.process.signal(signum)
+
+    def fence(self, slot: Slot, fenced: Callable[[], None]) -> None:
+        """Kill the process and all it had started; call `fenced()` once nothing of it is left."""
+        if slot.process is None:
+            asyncio.get_running_loop().call_soon(fenced)
+            return
+        slot.state = "failed"
+        if self.kill_all_of(slot):
+            self._supervisor.spawn(self._end_all_of(slot, fenced))
+        else:
+            asyncio.get_running_loop().call_soon(fenced)
+
+    def kill_all_of(self, slot: Slot) -> bool:
+        """SIGKILL to the process and to whatever it had started; False when nothing of it is left."""
+        process = slot.process
+        if process is None:
+            return False
+        told = process.is_alive() and process.signal(signal.SIGKILL)
+        told = bool(proc.kill_session(process.pid)) or told
+        # What left the rank's session is found by its environment, once the rank's death made it an orphan.
+        ring = f"FTNB_RING={self._supervisor.directory / f'{slot.key}.ring'}"
+        for orphan in self.engines.orphans(ring) if self.engines else []:
+            told = orphan.signal(signal.SIGKILL) or told
+        return told
+
+    async def _end_all_of(self, slot: Slot, fenced: Callable[[], None] = lambda: None) -> None:
+        while self.kill_all_of(slot):
+            await asyncio.sleep(0.003)
+        fenced()
+
+    def _forget(self, slot: Slot) -> None:
+        if slot in self.retired:
+            self.retired.remove(slot)
+        if slot.ring is not None:
+            slot.ring.close()
+            slot.ring = None
+        self._supervisor.office.records.compact()
+
+    def close(self) -> None:
+        for slot in self.slots():
+            if slot.ring is not None:
+                slot.ring.close()
+                slot.ring = None
+
+    # --- runs
+
+    def run_began(self) -> None:
+        """Warm spares run the cell as well, so that they can step in at once."""
+        for slot in list(self.pool):
+            if slot.state == "spare":
+                self.offer(slot)
+
+    def run_ended(self, vacant: frozenset[int]) -> None:
+        for slot in self.ranks.values():
+            slot.fault_time = slot.joined_step = None
+        for slot in self.pool:
+            if slot.loaded is not None:
+                slot.loaded = None
+                self.tell(slot, "drop")
+        self.vacant = {r for r in vacant if r not in self.ranks or not self.ranks[r].usable}
+        self.tick()
+
+    def tell(self, slot: Slot, op: str, **fields: Any) -> None:
+        self._supervisor.tell(slot, op, **fields)
