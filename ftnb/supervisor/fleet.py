@@ -423,9 +423,23 @@ class Fleet:
         if slot.process is not None:
             slot.process.signal(signum)
 
-    def fence(self, slot: Slot, fenced: Callable[[], None]) -> None:
+    def is_alive(self, rank: int) -> bool:
+        """Whether a living process fills the slot."""
+        slot = self.ranks.get(rank)
+        return slot is not None and slot.process is not None and slot.process.is_alive()
+
+    def fence_former(self, rank: int, fenced: Callable[[int], None]) -> None:
+        """See to it that nothing is left of processes that had filled the slot, where an earlier supervisor did not."""
+        former = [slot for slot in self.retired if slot.rank == rank]
+        if rank in self.ranks and not self.is_alive(rank):
+            former.append(self.ranks[rank])
+        while sum(self.kill_all_of(slot) for slot in former):
+            time.sleep(0.002)  # a millisecond or two; nothing else is done yet
+        fenced(rank)
+
+    def fence(self, slot: Slot | None, fenced: Callable[[], None]) -> None:
         """Kill the process and all it had started; call `fenced()` once nothing of it is left."""
-        if slot.process is None:
+        if slot is None or slot.process is None:
             asyncio.get_running_loop().call_soon(fenced)
             return
         slot.state = "failed"
