@@ -163,13 +163,15 @@ def check_changes(run: ftnb.Run, lost: Iterable[int], joined: Iterable[int] | No
     return recovered
 
 
-def check_end(report: Any, lost: Iterable[int], *, world_size: int = NUM_RANKS, kind: str = "kill",
-              at_start: int = NUM_RANKS) -> None:  # fmt: skip
+def check_end(
+    report: Any, lost: Iterable[int], *, world_size: int = NUM_RANKS, kinds: Iterable[str] = ("kill",),
+    at_start: int = NUM_RANKS,
+) -> None:
     """The report of a run that ended with `world_size` ranks, whose weights are equal bit by bit."""
     assert report.state == "finished", report
     assert report.problems == [] and report.ok, str(report)
     assert sorted(failure.rank for failure in report.failures) == sorted(lost)
-    assert {failure.kind for failure in report.failures} <= {kind}, report.failures
+    assert {failure.kind for failure in report.failures} <= set(kinds), report.failures
     assert all(failure.mttr_s is not None and failure.mttr_s > 0 for failure in report.failures)
     assert report.samples_used == report.samples_expected
     assert report.samples_missed == report.samples_repeated == 0
