@@ -64,10 +64,10 @@ def refuse_more_than_fit(container: Container, num_ranks: int, num_spares: int =
     advice = "Free some memory and try again"
     if fit and num_spares and num_ranks <= fit:
         rest = fit - num_ranks
-        advice = f"With {_ranks(num_ranks)}, at most {rest} spare{'' if rest == 1 else 's'} fit: --spares {rest}"
+        advice = f"With {_ranks(num_ranks)}, at most {_spares(rest)} can be kept: --spares {rest}"
     elif fit:
         advice = f"Start at most {fit}: %ft_cluster start -n {fit} (in Python: Session.start({fit}))"
-    what = _ranks(num_ranks) + (f" and {num_spares} spare{'' if num_spares == 1 else 's'}" if num_spares else "")
+    what = _ranks(num_ranks) + (f" and {_spares(num_spares)}" if num_spares else "")
     _refuse(container, what, num_ranks + num_spares, advice, num_ranks)
 
 
@@ -89,6 +89,10 @@ def _refuse(container: Container, what: str, processes: int, advice: str, num_ra
         num_ranks=num_ranks,
         ranks_that_fit=container.ranks_that_fit,
     )
+
+
+def _spares(number: int) -> str:
+    return "1 spare" if number == 1 else f"{number} spares"
 
 
 def _ranks(number: int) -> str:

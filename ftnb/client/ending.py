@@ -9,7 +9,8 @@ import time
 
 from ftnb.errors import ClusterError, NoClusterError
 from ftnb.wire import paths, reaper, records
-from ftnb.wire.client import ClientConnection, DeadCluster, connect
+from ftnb.wire.client import ClientConnection, connect
+from ftnb.wire.finding import DeadCluster
 
 STOP_TIMEOUT_S = 15.0
 # A supervisor that does not say within this time that it will stop is ended by force.
@@ -84,6 +85,7 @@ def force_end(name: str) -> list[records.Recorded]:
 
 def clear_remains(name: str) -> None:
     """Before a start: take away what a dead cluster of that name has left; raises `ClusterError` when ranks live."""
+    header = records.read_header(paths.cluster_dir(name) / records.FILE_NAME)
     remains = living(name)
     supervisors = [recorded for recorded in remains if recorded.what == records.SUPERVISOR]
     if supervisors or not (remains or paths.connection_file(name).exists()):
@@ -96,7 +98,8 @@ def clear_remains(name: str) -> None:
             f"(ftnb.client.session.stop_cluster({name!r})). A second one beside it: %ft_cluster start --name NAME "
             "(Session.start(name=NAME))."
         )
-    force_end(name)
+    # Somebody may be starting a new one this moment: that one is left alone.
+    reaper.reap(paths.cluster_dir(name), token=header.token if header else None, give_way=True)
 
 
 def end(process: subprocess.Popen, timeout_s: float = STOP_TIMEOUT_S) -> bool:

@@ -16,7 +16,8 @@ from typing import Any
 from ftnb.client.ending import STOP_ANSWER_S, count_ranks, end, living, log_hint, ranks_of
 from ftnb.errors import ClusterError, NoClusterError
 from ftnb.wire import paths, proc, reaper, records
-from ftnb.wire.client import ClientConnection, DeadCluster, load
+from ftnb.wire.client import ClientConnection
+from ftnb.wire.finding import DeadCluster, load
 from ftnb.wire.takeover import Spawn, Takeover
 
 Progress = Callable[[dict[str, Any]], None]  # gets a cluster status with "elapsed_s" and "num_ranks" added
@@ -61,7 +62,8 @@ def start(plan: Plan, progress: Progress) -> tuple[ClientConnection, subprocess.
     """
     began = time.monotonic()
     log = paths.make_private_dir(paths.cluster_dir(plan.name)) / "supervisor.log"
-    process = _spawn(plan.command(), log, secrets.token_hex(8))
+    token = secrets.token_hex(8)
+    process = _spawn(plan.command(), log, token)
     connection = None
     try:
         connection = _wait_for_connection(plan, process, log, began, progress)
@@ -74,7 +76,7 @@ def start(plan: Plan, progress: Progress) -> tuple[ClientConnection, subprocess.
                 connection.request("stop_cluster", timeout_s=STOP_ANSWER_S)
             connection.close()
         if not end(process):
-            reaper.reap(paths.cluster_dir(plan.name))
+            reaper.reap(paths.cluster_dir(plan.name), token=token)
         raise
 
 

@@ -102,6 +102,7 @@ class State:
     )  # raised; fenced by the generation until the step worked without them
     # dead, but the kill of what they started is not confirmed; how many processes of each slot
     unfenced: Mapping[int, int] = field(default_factory=dict)
+    silently: Mapping[int, int] = field(default_factory=dict)  # of these, how many have been told as fenced before
     wanted: int = 0  # the run shall have the slots 0 … wanted-1
     refill: bool = False  # slots of lost ranks are to be filled again ("replace")
     vacant: frozenset[int] = frozenset()  # slots that wait for a process
@@ -224,7 +225,7 @@ def _rank_died(now: float, state: State, event: RankDied) -> tuple[State, list[A
         leaving=state.leaving - {rank}, newcomers=state.newcomers - {rank},
         raised={r: failure for r, failure in state.raised.items() if r != rank}, left=state.left - {rank},
     )
-    state = _unfence(state, {rank})
+    state = _unfence(state, {rank}, silently=was_left_out)
     kill: list[Action] = [Kill(rank, "end whatever it had started")]
     if had_not_entered:
         words = f"The process that was to take the place of rank {rank} is gone: {event.reason}."
@@ -270,13 +271,18 @@ def _rank_died(now: float, state: State, event: RankDied) -> tuple[State, list[A
 def _rank_fenced(now: float, state: State, event: RankFenced) -> tuple[State, list[Action]]:
     if event.rank not in state.unfenced:
         return state, []
-    left = {**state.unfenced, event.rank: state.unfenced[event.rank] - 1}
-    state = replace(state, unfenced={rank: number for rank, number in left.items() if number})
+    told_before = event.rank in state.silently
+    state = replace(
+        state,
+        unfenced=_one_less(state.unfenced, event.rank),
+        silently=_one_less(state.silently, event.rank) if told_before else state.silently,
+    )
     if state.incident and not state.unfenced:
         state = replace(state, incident=replace(state.incident, fenced=now))
-    actions: list[Action] = [
-        Emit("rank_fenced", f"Rank {event.rank} and all it had started are gone for certain.", event.rank)
-    ]
+    actions: list[Action] = []
+    if not told_before:
+        words = f"Rank {event.rank} and all it had started are gone for certain."
+        actions.append(Emit("rank_fenced", words, event.rank))
     state, more = _maybe_go(now, state)
     return state, actions + more
 
@@ -535,6 +541,7 @@ def _step_committed(now: float, state: State, event: StepCommitted) -> tuple[Sta
     if state.left_out:
         # The step worked without them, so the fault was theirs: now they are fenced for good.
         actions += [Kill(rank, "its step has been committed without it") for rank in sorted(state.left_out)]
+        state = _unfence(state, state.left_out, silently=True)
         state, filled = _fill(_vacate(replace(state, left_out=frozenset()), state.left_out, state.refill))
         actions += filled
     if state.failed_step and event.step >= state.failed_step[0]:
@@ -708,7 +715,7 @@ def _adopted(now: float, state: State, event: Adopted) -> tuple[State, list[Acti
         rank for rank in state.joiners if rank not in event.standing or event.standing[rank].generation > 0
     }  # fmt: skip
     state = _vacate(replace(state, joiners=state.joiners - missing), missing, refill=True)
-    state = _unfence(state, missing)
+    state = _unfence(state, missing, silently=True)
     actions: list[Action] = [Kill(rank, "its slot is to be filled anew") for rank in sorted(missing)]
     standing = [event.standing[rank] for rank in state.members if rank in event.standing]
     stages = ("held",) if state.paused else ("training", "finished")
@@ -765,10 +772,18 @@ def _vacate(state: State, ranks: Any, refill: bool) -> State:
     return replace(state, vacant=state.vacant | wanted)
 
 
-def _unfence(state: State, ranks: Any) -> State:
+def _unfence(state: State, ranks: Any, silently: bool = False) -> State:
     """One more process of each of these slots has to be fenced before a generation may begin."""
-    more = {rank: state.unfenced.get(rank, 0) + 1 for rank in ranks}
-    return replace(state, unfenced={**state.unfenced, **more})
+    state = replace(state, unfenced=_one_more(state.unfenced, ranks))
+    return replace(state, silently=_one_more(state.silently, ranks)) if silently else state
+
+
+def _one_more(numbers: Mapping[int, int], ranks: Any) -> dict[int, int]:
+    return {**numbers, **{rank: numbers.get(rank, 0) + 1 for rank in ranks}}
+
+
+def _one_less(numbers: Mapping[int, int], rank: int) -> dict[int, int]:
+    return {r: number for r, number in {**numbers, rank: numbers[rank] - 1}.items() if number}
 
 
 def _fill(state: State, first: int | None = None) -> tuple[State, list[Action]]:

@@ -58,7 +58,13 @@ class Standing:
 
 @dataclass(frozen=True)
 class Adopted:
-    """A new supervisor is in charge. `standing` has the ranks that live; the death of others is told next."""
+    """A new supervisor is in charge, with the state that the one before had saved before it acted on it.
+
+    `standing` has the slots of this run (`State.has_run`) whose process lives and was not released. Told next, in any
+    order: `RankDied` for the other slots in `has_run`, `RankFenced` as often as `State.unfenced` says, `SpareReady`
+    again for each process that is ready, `RankFinished` again for those that had finished. Processes in slots that
+    are not in `has_run` are dropped and ended without a word: that was decided before, and perhaps not carried out.
+    """
 
     standing: Mapping[int, Standing]
 

@@ -28,6 +28,7 @@ class Failure:
     first_step_s: float | None = None
     mttr_s: float | None = None
     lost_steps: int | None = None
+    rejoined_s: float | None = None  # from the failure to a process in its place; None: nobody took it
 
 
 @dataclass(repr=False)
@@ -137,6 +138,8 @@ def build_report(
     audit = _audit(run, [line for line in ledger_history if line["step"] <= steps], steps)
     problems = list(audit.problems)
     notes = list(audit.notes)
+    if successors := sum(event["kind"] == "supervisor_started" for event in events):
+        notes.append(f"the supervisor was lost and replaced {'once' if successors == 1 else f'{successors} times'}")
     if len(ledger_history) < len(ledger):
         replaced = _count(len(ledger) - len(ledger_history), "ledger line")
         notes.append(f"{replaced} of earlier generations replaced by later ones")
@@ -320,8 +323,21 @@ def _failures(events: Sequence[Mapping[str, Any]]) -> list[Failure]:
         figures = {name: recovered.get(name) for name in (*_PHASES, "lost_steps")}
         kind = event.get("failure") or "unknown"
         step = event.get("step") or recovered.get("step")  # lost between two steps: the one it was missed in
-        failures.append(Failure(kind, rank, step, event.get("reason") or "", **figures))
+        rejoined_s = _rejoined_s(events[place + 1 :], rank, event["time"], recovered)
+        failures.append(Failure(kind, rank, step, event.get("reason") or "", **figures, rejoined_s=rejoined_s))
     return failures
+
+
+def _rejoined_s(
+    later: Sequence[Mapping[str, Any]], rank: Any, failed: float, recovered: Mapping[str, Any]
+) -> float | None:
+    """How long the slot was empty: from the fault itself, where that is known, else from its detection."""
+    for event in later:
+        if event.get("rank") == rank and event["kind"] == "rank_failed":
+            return None
+        if event.get("rank") == rank and event["kind"] == "rank_joined":
+            return max(0.0, event["time"] - failed + (recovered.get("detect_s") or 0.0))
+    return None
 
 
 def _ending(run: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> str:
@@ -364,7 +380,8 @@ def _failure_rows(report: Report) -> list[list[str]]:
 def _cause(failure: Failure) -> str:
     ending = "" if failure.mttr_s is not None else " (no recovery followed)"
     where = "" if failure.step is None else f"step {failure.step}, "
-    return f"{where}rank {failure.rank}: {_one_line(failure.reason) or failure.kind}{ending}"
+    back = "" if failure.rejoined_s is None else f" Its place was taken after {failure.rejoined_s:.2f} s."
+    return f"{where}rank {failure.rank}: {_one_line(failure.reason) or failure.kind}{ending}{back}"
 
 
 def _summary_rows(report: Report) -> list[tuple[str, str]]:

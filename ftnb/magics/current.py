@@ -80,7 +80,9 @@ def activate_px(session: Session) -> None:
 
     if get_ipython() is None:
         return
-    view = session.client.direct_view("all")
+    from ftnb.client.view import RankView
+
+    view = RankView(session)
     view.block = True
     view.activate()
 

@@ -25,8 +25,9 @@ import torch.distributed as dist
 
 # How long a wait goes on before it looks up. An operation that ends, or fails, ends the wait at once.
 SLICE = timedelta(milliseconds=20)
-# After an abort, what Gloo has in hand ends within milliseconds, or never.
-SETTLE_S = 0.02
+# Once Gloo has closed its connections, what it has in hand ends at once, or never. It is not waited for any longer:
+# a group that is kept for nothing goes when the next one is destroyed.
+SETTLE_S = 0.002
 # For sends and receives, Work.wait() without a limit has that of the group's forming, a fraction of a second. This
 # one is longer than any transfer; what is stuck is let go when it is over.
 TRANSFER_TIMEOUT = timedelta(hours=1)
@@ -45,9 +46,9 @@ class BrokenOff(RuntimeError):
 class _Waiter(threading.Thread):
     """Waits for sends and receives; `woken` is set at the first failure, at the end, or by who gives the group up."""
 
-    def __init__(self, works: list[dist.Work]) -> None:
+    def __init__(self, works: list[dist.Work], device: torch.device) -> None:
         super().__init__(name="ftnb-transfer", daemon=True)
-        self._works = works
+        self._works, self._device = works, device
         self.woken = threading.Event()
         self.error: RuntimeError | None = None
 
@@ -60,8 +61,8 @@ class _Waiter(threading.Thread):
                 if self.error is None:
                     self.error = error
                     self.woken.set()
-        if torch.cuda.is_initialized():  # NCCL has only queued them
-            torch.cuda.synchronize()
+        if self._device.type == "cuda":  # NCCL has only queued them
+            torch.cuda.synchronize(self._device)
         self._works = []
         self.woken.set()
 
@@ -119,7 +120,7 @@ class Collectives:
         if not sends and not receives:
             return
         works: list[dist.Work] = []
-        waiter = self._waiter = _Waiter(works)
+        waiter = self._waiter = _Waiter(works, (sends or receives)[0][0].device)
         try:
             self._start(sends, receives, works)
         finally:

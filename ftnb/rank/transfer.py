@@ -226,6 +226,8 @@ def take(
 
     Whatever is raised after that leaves the job with a mixture of two states.
     """
+    own = whole_state(job)
+    own_parts = state.take_apart(own)  # while the givers do the same
     source = roles.members.index(roles.source)
     givers = [roles.members.index(rank) for rank in roles.givers]
     announced = [torch.zeros(3, dtype=torch.int64, device=transport) for _ in givers]
@@ -241,7 +243,7 @@ def take(
     collectives.exchange(sends=[], receives=[(letter, source)])
     head = json.loads(letter[: max(head_lengths)].cpu().numpy().tobytes())
     manifest = Manifest.from_json(head["manifest"])
-    into = _Receiver(job, head["state"], manifest, roles.source, transport)
+    into = _Receiver(job, own, own_parts, head["state"], manifest, roles.source, transport)
     if manifest.striped or manifest.alone:
         overwriting()
         receives = into.receives(source, givers)
@@ -255,11 +257,12 @@ class _Receiver:
     """The receiver's side of one state: where each tensor goes, and how it gets into the job."""
 
     def __init__(
-        self, job: cell.Job, description: Any, manifest: Manifest, source: int, transport: torch.device
-    ) -> None:
+        self, job: cell.Job, own_state: dict[str, Any], own_parts: tuple[Any, list[torch.Tensor]], description: Any,
+        manifest: Manifest, source: int, transport: torch.device,
+    ) -> None:  # fmt: skip
         self._job, self._description, self._manifest, self._transport = job, description, manifest, transport
-        self._own = whole_state(job)
-        own_description, own_tensors = state.take_apart(self._own)
+        self._own = own_state
+        own_description, own_tensors = own_parts
         given, own = state.tensor_places(description), state.tensor_places(own_description)
         if difference := first_difference(given, own) or self._other_groups():
             raise CheckError(
@@ -355,8 +358,9 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> 
     loaded = optimizer.state_dict()["state"]
     for index, values in given["state"].items():
         for name, value in values.items() if isinstance(values, dict) else ():
-            if isinstance(value, torch.Tensor) and loaded[index][name].dtype != value.dtype:
-                loaded[index][name] = value.to(loaded[index][name].device)
+            mine = loaded.get(index, {}).get(name)
+            if isinstance(value, torch.Tensor) and isinstance(mine, torch.Tensor) and mine.dtype != value.dtype:
+                loaded[index][name] = value.to(mine.device)
 
 
 def first_difference(given: dict[Any, state.Leaf], own: dict[Any, state.Leaf]) -> str | None:

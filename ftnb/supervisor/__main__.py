@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import fcntl
 import logging
-import os
 import sys
 from typing import Any
 
 from ftnb.supervisor import adoption
 from ftnb.supervisor.server import Supervisor
-from ftnb.wire import paths, reaper
+from ftnb.wire import paths, proc, reaper
 from ftnb.wire.paths import EXIT_CANNOT_ADOPT, EXIT_NAME_TAKEN
 
 
@@ -23,6 +21,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="ftnb.supervisor", description="Owns one ftnb cluster.")
     parser.add_argument("--name", default="default")
     parser.add_argument("--adopt", action="store_true", help="take over the cluster of a supervisor that is gone")
+    parser.add_argument("--lost", metavar="PID:STARTED", help="the supervisor to replace, should it still be there")
     parser.add_argument("--num-ranks", type=int, default=4)
     parser.add_argument("--spares", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
@@ -33,13 +32,10 @@ def main() -> int:
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stderr)
     # One supervisor per name: the lock is held as long as this process lives, and nobody else can take it.
-    directory = paths.make_private_dir(paths.cluster_dir(args.name))
-    lock = os.open(directory / reaper.LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o600)
     if args.adopt:
-        return _adopt(args.name, lock)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        pid, _, started = (args.lost or "").partition(":")
+        return _adopt(args.name, proc.ProcessId(int(pid), started) if pid else None)
+    if adoption.open_lock(paths.cluster_dir(args.name)) is None:
         print(f"A cluster named {args.name!r} is being started or runs already.", file=sys.stderr)
         return EXIT_NAME_TAKEN
     options: dict[str, Any] = {
@@ -49,10 +45,10 @@ def main() -> int:
     return asyncio.run(Supervisor(args.name, options).serve())
 
 
-def _adopt(name: str, lock: int) -> int:
+def _adopt(name: str, lost: proc.ProcessId | None) -> int:
     directory = paths.cluster_dir(name)
     try:
-        recorded = adoption.take_office(directory, lock)
+        recorded = adoption.take_office(directory, lost)
     except adoption.InCharge:
         return EXIT_NAME_TAKEN
     except adoption.CannotAdopt as error:

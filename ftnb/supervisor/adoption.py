@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ftnb.core import protocol
 from ftnb.supervisor.runs import ActiveRun
-from ftnb.wire import proc, reaper
+from ftnb.wire import paths, proc, reaper
 
 if TYPE_CHECKING:
     from ftnb.supervisor.ranks import Slot
@@ -29,8 +29,6 @@ CLUSTER_FILE, JOB_FILE, RUN_FILE = "cluster.json", "run-job.json", "run-state.js
 
 # How long a rank may take to say where it stands; one that is stopped does not, and is taken as it was on record.
 STANDING_TIMEOUT_S = 3.0
-# A supervisor that has given a sign of life within this time is in charge, even if it is slow to answer.
-FRESH_S = 10.0
 LOCK_LIMIT_S = 5.0
 
 
@@ -42,19 +40,18 @@ class InCharge(Exception):
     """Another supervisor is."""
 
 
-def take_office(directory: Path, lock: int) -> dict[str, Any]:
-    """Become the successor: returns the predecessor's cluster.json, with the lock held and the predecessor ended.
+def take_office(directory: Path, lost: proc.ProcessId | None) -> dict[str, Any]:
+    """Become the successor of `lost`: returns its cluster.json, with the lock held and the predecessor ended.
 
     Raises `InCharge` when another supervisor is at work or being started, `CannotAdopt` when there is nothing to adopt.
     """
     deadline = time.monotonic() + LOCK_LIMIT_S
-    while not _try_lock(lock):
-        predecessor = _predecessor(directory)
-        if predecessor is None or not predecessor.is_alive():
-            raise InCharge  # somebody holds the lock who has not written himself down yet
-        if reaper.beats(directory, FRESH_S) or time.monotonic() > deadline:
+    if lost is not None and _predecessor(directory) == lost:
+        lost.signal(signal.SIGKILL)  # stopped or hung: it must not come back beside the new one
+    while open_lock(directory) is None:
+        # Held by another successor, or for a moment still by the one that was killed.
+        if lost is None or _predecessor(directory) != lost or time.monotonic() > deadline:
             raise InCharge
-        predecessor.signal(signal.SIGKILL)  # stopped or hung: it must not come back beside the new one
         time.sleep(0.01)
     try:
         recorded = json.loads((directory / CLUSTER_FILE).read_text())
@@ -65,12 +62,21 @@ def take_office(directory: Path, lock: int) -> dict[str, Any]:
     return recorded
 
 
-def _try_lock(lock: int) -> bool:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+def open_lock(directory: Path) -> int | None:
+    """The cluster's lock, held until this process ends; None when somebody else holds it."""
+    path = directory / reaper.LOCK_NAME
+    while True:
+        paths.make_private_dir(directory)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            return None
+        with contextlib.suppress(OSError):
+            if os.fstat(fd).st_ino == os.stat(path).st_ino:
+                return fd
+        os.close(fd)  # whoever held it has removed it with the directory
 
 
 def _predecessor(directory: Path) -> proc.ProcessId | None:
@@ -132,7 +138,7 @@ class Adoption:
         for slot, op, message in self._deferred:
             if supervisor.run is not None and slot.rank is not None:
                 supervisor.hear(supervisor.run, slot, op, message)
-        supervisor.save_cluster()
+        supervisor.office.save_cluster()
         if supervisor.going_run is not None:
             fleet.run_began()
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import logging
 import os
 import shutil
@@ -17,12 +16,14 @@ import subprocess
 import sys
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ftnb.supervisor import family
 from ftnb.supervisor.controller import Controller
 from ftnb.supervisor.forkserver import ForkServer
 from ftnb.wire import proc
@@ -33,8 +34,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("ftnb.engines")
 
 OnExit = Callable[[int, "int | None"], None]
+OUTPUTS_KEPT = 50  # of engines that have ended
+AFTER_DEATH_S = 0.1  # the recovery of the others comes first: it needs these milliseconds more
 REMAINS_TIMEOUT_S = 2.0
-_PR_SET_CHILD_SUBREAPER = 36
 # By default an engine ends 30 s after its controller. Here the agent decides that, by the supervisor's word.
 _ENGINE_ARGS = ["--IPEngine.max_heartbeat_misses=0", "--IPEngine.timeout=30"]
 
@@ -45,7 +47,6 @@ class _Engine:
 
     engine_id: int
     token: str
-    output: str
     pid: int | None = None
     started: str | None = None
 
@@ -77,6 +78,7 @@ class Engines:
         self.on_controller_exit: Callable[[str], None] = lambda words: log.error("the controller has ended: %s", words)
         self._watched: dict[int, OnExit] = {}
         self._engines: dict[str, _Engine] = {}
+        self._dead: deque[str] = deque()  # keys of engines that have ended
         self._sign_offs: dict[int, asyncio.Task[None]] = {}
         self._adopted = recorded is not None
         self._controller_changes = asyncio.Lock()
@@ -87,7 +89,7 @@ class Engines:
         )
         self._forks = ForkServer({**environment, "FTNB_CLUSTER": self._token}, self._log_dir / "forkserver.log",
                                  self.watch)  # fmt: skip
-        _adopt_orphans()
+        family.adopt_orphans()
         if recorded is not None:
             self._take_over(recorded)
 
@@ -155,8 +157,8 @@ class Engines:
         """
         await self._free(engine_id)
         token = uuid.uuid4().hex
-        output = self._log_dir / f"{key}.log"
-        engine = self._engines[key] = _Engine(engine_id, token, str(output))
+        output = self._output_file(key)
+        engine = self._engines[key] = _Engine(engine_id, token)
         whole = {
             **self._environment, **environment, "FTNB_CLUSTER": self._token, "FTNB_ENGINE": token,
             "IPP_CLUSTER_ID": self.cluster_id, "IPP_PROFILE_DIR": str(self._controller.profile_dir),
@@ -215,11 +217,11 @@ class Engines:
 
     def _gone(self, pid: int, status: int | None, on_exit: OnExit) -> None:
         on_exit(pid, status)  # first of all: a recovery begins with it
-        for engine in self._engines.values():
+        for engine in list(self._engines.values()):
             if engine.pid == pid:
                 task = asyncio.ensure_future(self._sign_off(engine))
                 self._sign_offs[engine.engine_id] = task
-                task.add_done_callback(lambda task, number=engine.engine_id: self._signed_off(number, task))
+                task.add_done_callback(partial(self._signed_off, engine))
 
     async def _sign_off(self, engine: _Engine) -> None:
         """End what a dead engine has left, and tell the controller that it is gone.
@@ -227,6 +229,7 @@ class Engines:
         Its nanny would do that, too, unless it was killed or stopped. It is ended here, because a late word of it
         would sign off the replacement, to which the id belongs by then.
         """
+        await asyncio.sleep(AFTER_DEATH_S)
         deadline = time.monotonic() + REMAINS_TIMEOUT_S
         while self._end_remains(engine) and time.monotonic() < deadline:
             await asyncio.sleep(0.005)
@@ -240,11 +243,21 @@ class Engines:
             told = bool(proc.kill_session(engine.pid)) or told
         return told
 
-    def _signed_off(self, engine_id: int, task: asyncio.Task[None]) -> None:
-        if self._sign_offs.get(engine_id) is task:
-            del self._sign_offs[engine_id]
-        if not task.cancelled() and (error := task.exception()):
-            log.error("engine %d could not be signed off", engine_id, exc_info=error)
+    def _signed_off(self, engine: _Engine, task: asyncio.Task[None]) -> None:
+        if self._sign_offs.get(engine.engine_id) is task:
+            del self._sign_offs[engine.engine_id]
+        if task.cancelled():
+            return
+        if error := task.exception():
+            log.error("engine %d could not be signed off", engine.engine_id, exc_info=error)
+        for key in [key for key, known in self._engines.items() if known is engine]:
+            del self._engines[key]
+            # Its last words can be read for a while; a cluster that lives long does not keep all of them.
+            self._dead.append(key)
+            while len(self._dead) > OUTPUTS_KEPT:
+                old = self._dead.popleft()
+                if old not in self._engines and old not in self._dead:
+                    self._output_file(old).unlink(missing_ok=True)
 
     async def _free(self, engine_id: int) -> None:
         """Wait until the controller has forgotten an earlier engine of this id; else the new one would get another."""
@@ -259,11 +272,12 @@ class Engines:
         """The end of what the engine's process (or its launcher's command) wrote to its own stdout and stderr."""
         if self._profile is not None and self._profile.has_launcher:
             return self._profile.output_of(key, chars)
-        if (engine := self._engines.get(key)) is None:
-            return ""
         with contextlib.suppress(OSError):
-            return Path(engine.output).read_text(errors="replace")[-chars:]
+            return self._output_file(key).read_text(errors="replace")[-chars:]
         return ""
+
+    def _output_file(self, key: str) -> Path:
+        return self._log_dir / f"{key}.log"
 
     # --- what is left when a process dies
 
@@ -273,21 +287,25 @@ class Engines:
         They have become children of the supervisor (of init, if an earlier supervisor had started their rank).
         """
         starting = {f"FTNB_ENGINE={e.token}".encode() for e in self._engines.values() if e.pid is None}
-        return [p for p in self._marked(mark, starting) if p.pid not in self._watched and not _is_nanny(p.pid)]
+        return [p for p in self._marked(mark, starting) if p.pid not in self._watched and not family.is_nanny(p.pid)]
 
     def _marked(self, mark: str, but_not: Collection[bytes] = ()) -> list[proc.ProcessId]:
         """Processes without a parent of their own that have `mark` in their environment."""
         found = []
-        for pid in _all_pids() if self._adopted else _children():
-            entries = _environment_of(pid)
+        for pid in family.all_pids() if self._adopted else family.children():
+            entries = proc.environment_of(pid)
             if mark.encode() not in entries or any(entry in but_not for entry in entries):
                 continue
             # After an adoption they are not our children: init's, or those of another process that collects orphans.
-            if self._adopted and self._mark.encode() in _environment_of(proc.parent(pid)):
+            if self._adopted and self._has_parent_in_cluster(pid):
                 continue
             if (process := proc.identify(pid)) and process.is_alive():
                 found.append(process)
         return found
+
+    def _has_parent_in_cluster(self, pid: int) -> bool:
+        parent = proc.parent(pid)
+        return parent not in (None, os.getpid()) and self._mark.encode() in proc.environment_of(parent)
 
     def reap_orphans(self) -> None:
         """Collect adopted processes that have ended (a dead rank's nanny or workers); watched ones are left alone."""
@@ -309,7 +327,7 @@ class Engines:
     ) -> list[int]:
         """End every process of the cluster; returns the pids that are still there after `limit_s`.
 
-        Those are: what descends from this process (orphans are adopted, see `_adopt_orphans`), the processes of `known`
+        Those are: what descends from this process (orphans are adopted, see `family`), the processes of `known`
         with their sessions, and whatever carries the cluster's mark in its environment, since after an adoption what
         the ranks had started descends from init. The ranks have been asked to exit before.
         """
@@ -339,12 +357,12 @@ class Engines:
         return [process.pid for process in left]
 
     def _left(self, engines: list[proc.ProcessId]) -> list[proc.ProcessId]:
-        found: set[proc.ProcessId | None] = set(_descendants())
+        found: set[proc.ProcessId | None] = set(family.descendants())
         mark, me = self._mark.encode(), os.getpid()
         sessions = {engine.pid for engine in engines if proc.start_time(engine.pid) in (None, engine.started)}
-        for pid in _all_pids():
+        for pid in family.all_pids():
             with contextlib.suppress(OSError):
-                if pid != me and (os.getsid(pid) in sessions or mark in _environment_of(pid)):
+                if pid != me and (os.getsid(pid) in sessions or mark in proc.environment_of(pid)):
                     found.add(proc.identify(pid))
         found.update(engines)
         return [process for process in found if process is not None and process.is_alive()]
@@ -356,52 +374,3 @@ def _fields(process: proc.ProcessId | None) -> dict[str, Any] | None:
 
 def _process(fields: dict[str, Any] | None) -> proc.ProcessId | None:
     return None if fields is None or fields["pid"] is None else proc.ProcessId(fields["pid"], fields["started"])
-
-
-def _is_nanny(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        return b"ipyparallel.engine.nanny" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    return False
-
-
-def _environment_of(pid: int | None) -> list[bytes]:
-    """The entries of a process's environment; none of one that is gone, or another user's."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    return []
-
-
-def _all_pids() -> list[int]:
-    return [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
-
-
-def _children() -> list[int]:
-    """Pids of this process's children, adopted ones included; cheap, since it is asked in every recovery."""
-    pids: list[int] = []
-    for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):
-            pids += map(int, (task / "children").read_text().split())
-    return pids
-
-
-def _descendants() -> list[proc.ProcessId]:
-    found, waiting = [], _children()
-    while waiting:
-        pid = waiting.pop()
-        if (process := proc.identify(pid)) and process.is_alive():
-            found.append(process)
-        with contextlib.suppress(OSError):
-            for task in Path(f"/proc/{pid}/task").iterdir():
-                waiting += map(int, (task / "children").read_text().split())
-    return found
-
-
-def _adopt_orphans() -> None:
-    """Become the parent of every descendant whose own parent dies (prctl PR_SET_CHILD_SUBREAPER, Linux).
-
-    Without it, what a killed rank had started would move to init and out of sight.
-    """
-    try:
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    except (OSError, AttributeError):
-        log.warning("this system cannot adopt orphans; what a killed rank had started is found by its session alone")

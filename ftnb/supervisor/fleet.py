@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("ftnb.fleet")
 
 START_TIMEOUT_S = 120.0
+# A replacement is started when the survivors have recovered, or have tried for so long.
+RECOVERY_FIRST_S = 0.3
 
 
 class Fleet:
@@ -48,6 +50,7 @@ class Fleet:
         self.engines: Engines | None = None
         self._keeper = keeper.State()
         self._next_number = 1
+        self._lost_at = 0.0
 
     # --- start
 
@@ -56,7 +59,7 @@ class Fleet:
         self.engines = engines
         self.ranks = {rank: self._new_slot(rank=rank) for rank in range(self.num_ranks)}
         await engines.start_controller()
-        self._supervisor.save_cluster()
+        self._supervisor.office.save_cluster()
         for slot in self.ranks.values():
             await self._launch(slot)
         deadline = time.monotonic() + START_TIMEOUT_S
@@ -102,13 +105,13 @@ class Fleet:
         """On record before anything can happen to it."""
         if slot.process is not None:
             rank = slot.rank if slot.rank is not None else slot.intended
-            self._supervisor.records.note(SPARE if rank is None else RANK, slot.process, rank)
-        self._supervisor.save_cluster()
+            self._supervisor.office.records.note(SPARE if rank is None else RANK, slot.process, rank)
+        self._supervisor.office.save_cluster()
 
     def watch(self, slot: Slot) -> None:
         """A process that the engines' launcher did not tell, or that an earlier supervisor has started."""
         assert self.engines is not None and slot.process is not None
-        self.engines.watch(slot.process, lambda pid, status: self._exited(slot, pid, status))
+        self.engines.watch(slot.process, lambda pid, status: self._exited(slot, pid, status), slot.key)
 
     def _last_words(self, slot: Slot) -> str:
         output = self.engines.output_of(slot.key) if self.engines else ""
@@ -187,6 +190,9 @@ class Fleet:
         for slot in [s for s in self.pool if s.state == "starting" and now - s.started > START_TIMEOUT_S]:
             slot.problem = f"It did not get ready within {START_TIMEOUT_S:.0f} s."
             self.kill_slot(slot)
+        run = self._supervisor.going_run
+        if run is not None and run.state == "recovering" and now - self._lost_at < RECOVERY_FIRST_S:
+            return
         vacant = frozenset(self._vacancies())
         pool = tuple(keeper.Pooled(s.key, s.intended, s.state == "spare") for s in self.pool if s.alive)
         need = keeper.Need(vacant, self.num_spares, pool)
@@ -228,7 +234,7 @@ class Fleet:
             slot.state = "spare"
             self.offer(slot)
         self.notify()
-        self._supervisor.save_cluster()
+        self._supervisor.office.save_cluster()
 
     def offer(self, slot: Slot) -> None:
         """Somebody in the pool is ready: a run that goes on lets it run its cell, else it can fill a slot."""
@@ -249,7 +255,7 @@ class Fleet:
                 slot.state = "idle"
                 self._succeeded(rank)
                 self.notify()
-                self._supervisor.save_cluster()
+                self._supervisor.office.save_cluster()
             elif slot.intended is not None and self.num_spares < sum(s.alive for s in self.pool):
                 self._dismiss(slot)
             else:
@@ -265,6 +271,8 @@ class Fleet:
         self.ranks[rank] = slot
         self.vacant.discard(rank)
         self.tell(slot, "assign", rank=rank)
+        if slot.process is not None:
+            self._supervisor.office.records.note(RANK, slot.process, rank)
 
     def take_spare(self, rank: int, run_name: str, step: int) -> None:
         """The planner gives `rank` to somebody who has run the cell."""
@@ -272,14 +280,14 @@ class Fleet:
         slot = min(ready, key=lambda s: (s.intended != rank, s.intended is not None))
         self._put(slot, rank)
         slot.state, slot.joined_step, slot.joined_run = "joining", step, run_name
-        self._supervisor.save_cluster()
+        self._supervisor.office.save_cluster()
 
     def release(self, ranks: tuple[int, ...]) -> None:
         """The cluster has shrunk on purpose: these processes end."""
         for rank in ranks:
             if (slot := self.ranks.pop(rank, None)) is not None:
                 self._dismiss(slot)
-        self._supervisor.save_cluster()
+        self._supervisor.office.save_cluster()
 
     def _dismiss(self, slot: Slot) -> None:
         if slot in self.pool:
@@ -305,7 +313,7 @@ class Fleet:
         # The slots of the dead go at once.
         for rank in [r for r, slot in self.ranks.items() if r >= num_ranks and not slot.alive]:
             self.retired.append(self.ranks.pop(rank))
-        self._supervisor.save_cluster()
+        self._supervisor.office.save_cluster()
         self.tick()
 
     async def complete(self) -> list[int]:
@@ -366,9 +374,12 @@ class Fleet:
     # --- the end of a process
 
     def _exited(self, slot: Slot, pid: int, status: int | None) -> None:
-        if slot.process is None or slot.process.pid != pid or slot in self.retired:
+        # Pid 0: the command of a profile's launcher has ended. That matters only if no engine has come from it.
+        if slot in self.retired or pid != (slot.process.pid if slot.process is not None else 0):
             return
         failure, words = proc.describe_exit(status)
+        if pid == 0:
+            words = f"the command of the profile's launcher ended before an engine came from it: {words}"
         was, slot.state, slot.agent = slot.state, "failed", None
         if was == "failed" and slot.problem:
             words = slot.problem.rstrip(".")  # it said itself why it had to be ended
@@ -386,8 +397,9 @@ class Fleet:
                 slot.joined_step = None
                 self.failed(slot.rank, words)
         self.notify()
-        self._supervisor.save_cluster()
-        self.tick()
+        self._lost_at = time.monotonic()
+        # The survivors come first: they need this process, and the cores, to get going again.
+        asyncio.get_running_loop().call_later(0.02, self._supervisor.office.save_cluster)
 
     def _pool_lost(self, slot: Slot, was: str, words: str) -> None:
         run = self._supervisor.going_run
@@ -446,6 +458,7 @@ class Fleet:
         if slot.ring is not None:
             slot.ring.close()
             slot.ring = None
+        self._supervisor.office.records.compact()
 
     def close(self) -> None:
         for slot in self.slots():

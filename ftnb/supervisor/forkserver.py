@@ -21,6 +21,7 @@ from ftnb.wire import proc
 log = logging.getLogger("ftnb.forkserver")
 
 READY_TIMEOUT_S = 60.0  # importing torch from a cold disk
+PATIENCE_S = 15.0  # for so long an engine waits for a server that is being started, and then does without
 ANSWER_TIMEOUT_S = 2.0  # a fork takes 0.02 s, but on a busy machine it may wait for its turn
 FIRST_PAUSE_S = 1.0  # before it is started again; doubled with each failure
 MAX_FAILURES = 5  # in a row; from then on engines are started in the plain way
@@ -66,7 +67,8 @@ class ForkServer:
         """
         if self._keeper is None:
             return None
-        await self._decided.wait()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._decided.wait(), PATIENCE_S)
         if self._writer is None:
             return None
         self._count += 1

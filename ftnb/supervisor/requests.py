@@ -29,6 +29,10 @@ async def hello(supervisor: Supervisor, **_: Any) -> dict[str, Any]:
     }
 
 
+async def ping(supervisor: Supervisor, **_: Any) -> dict[str, Any]:
+    return {}
+
+
 async def status(supervisor: Supervisor, **_: Any) -> dict[str, Any]:
     run = supervisor.run
     return {
@@ -165,7 +169,7 @@ def call_load_off(supervisor: Supervisor) -> None:
 HANDLERS: dict[str, Callable[..., Awaitable[dict[str, Any]]]] = {
     handler.__name__: handler
     for handler in (
-        hello, status, train, run_info, wait, pause, unpause, stop_run, inject, resize, prepare_weights,
+        hello, ping, status, train, run_info, wait, pause, unpause, stop_run, inject, resize, prepare_weights,
         stop_cluster,
     )
 }

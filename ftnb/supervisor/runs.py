@@ -102,7 +102,7 @@ class ActiveRun:
     def save(self) -> None:
         """Put the state on record, then the events of this moment into their file: after a crash none is lost or
         there twice."""
-        self._supervisor.save_run(self)
+        self._supervisor.office.save_run(self)
         for event in self._pending:
             self._recorder.event(event)
         self._pending = []
@@ -425,7 +425,9 @@ class ActiveRun:
             return "paused"
         if self._state.incident is not None:
             return "recovering"
-        return "running" if self._state.phase == "training" else ("starting" if self.step == 0 else "recovering")
+        if self.step == 0 and self._state.phase != "training":
+            return "starting"
+        return "running"  # also while somebody joins or leaves on purpose
 
     def max_step(self) -> int:
         steps = [slot.step or 0 for slot in self._supervisor.ranks.values()]

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import os
 import platform
 import signal
-import subprocess
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -23,24 +21,22 @@ from zmq.utils.monitor import recv_monitor_message
 import ftnb
 from ftnb.core import protocol
 from ftnb.errors import ClusterError, FtnbError, RunError, UsageError
-from ftnb.supervisor import guardian, joining, requests
-from ftnb.supervisor.adoption import CLUSTER_FILE, JOB_FILE, RUN_FILE, Adoption
+from ftnb.supervisor import joining, requests
+from ftnb.supervisor.adoption import Adoption
 from ftnb.supervisor.engines import Engines
 from ftnb.supervisor.fleet import Fleet
+from ftnb.supervisor.office import Office
 from ftnb.supervisor.ranks import Slot
 from ftnb.supervisor.runs import ActiveRun
 from ftnb.supervisor.store import Answer, StoreServer
-from ftnb.wire import messages, paths, proc, records, sockets
-from ftnb.wire.reaper import BEAT_NAME
-from ftnb.wire.records import FILE_NAME, GUARDIAN, SUPERVISOR, ProcessRecords
+from ftnb.wire import messages, paths, proc, sockets
+from ftnb.wire.once import OnceOnly
+from ftnb.wire.records import TOKEN_VARIABLE
 
 log = logging.getLogger("ftnb.supervisor")
 
 DRAIN_S = 0.05  # reports of steps are read this often; what is urgent comes over the socket
 TICK_S = 0.1
-BEAT_EVERY_S = 1.0
-# How much longer than the linger time a supervisor may be silent (stopped, or replaced) before the guardian ends all.
-GUARDIAN_EXTRA_S = 15.0
 
 
 class Supervisor:
@@ -55,10 +51,11 @@ class Supervisor:
         self.threads, self.wanted_backend = options["threads"], options["backend"]
         self.linger_s, self.keep, self.profile = options["linger_s"], options["keep"], options["profile"]
         self.term = recorded["term"] + 1 if recorded else 1
-        self.token = recorded["token"] if recorded else os.urandom(8).hex()
+        # Whoever started this process may know its cluster by a token that is in the environment already.
+        self.token = recorded["token"] if recorded else os.environ.get(TOKEN_VARIABLE) or os.urandom(8).hex()
         self.directory = paths.make_private_dir(paths.cluster_dir(name))
         self.connection_file = self.directory / "connection.json"
-        self.records = ProcessRecords(self.directory / FILE_NAME, self.token)
+        self.office = Office(self, self.directory, self.token)
         self.fleet = Fleet(self, options["num_ranks"], options["num_spares"])
         self.run: ActiveRun | None = None
         self.training_task_active = False
@@ -69,16 +66,13 @@ class Supervisor:
         self.load_output: dict[int, list[str]] | None = None
         self.weights: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self.adoption: Adoption | None = None  # while the ranks of a predecessor are being taken over
-        self.controller_problem = ""
+        self._once = OnceOnly()
         self._in_charge = asyncio.Event()  # what a predecessor left has been taken over
         self._stopping = asyncio.Event()
         self.stop_reason = ""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._clients: set[int] = set()  # descriptors of connected clients
         self._alone_since = time.monotonic()
-        self._guardian: subprocess.Popen | None = None
-        self._beat_at = 0.0
-        self._noted: set[proc.ProcessId] = set()
 
     @property
     def num_ranks(self) -> int:
@@ -96,6 +90,10 @@ class Supervisor:
     def going_run(self) -> ActiveRun | None:
         """The run, unless it is over."""
         return self.run if self.run is not None and not self.run.is_over else None
+
+    @property
+    def is_stopping(self) -> bool:
+        return self._stopping.is_set()
 
     # --- life
 
@@ -117,16 +115,13 @@ class Supervisor:
         self.ports = [
             _bind(sock, self.host, port) for sock, port in zip((self._client_socket, self._rank_socket), before)
         ]
-        me = proc.identify(os.getpid())
-        assert me is not None
-        self.me = me
-        self.records.note(SUPERVISOR, me)
-        guardian.renew_beat(self.directory)
+        self.office.open()
+        me = self.office.me
         connection = sockets.Connection(
             self.name, me.pid, me.started, self.host, *self.ports, self.keys["server_key"],
             self.keys["peer_public_key"], self.keys["peer_secret_key"], ftnb.__version__, self.term,
         )
-        self.save_cluster()
+        self.office.save_cluster()
         paths.write_private(self.connection_file, connection.to_json())
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT):
@@ -170,23 +165,17 @@ class Supervisor:
             await self.run.wait(lambda: self.run.is_over, 0.5)
             if not self.run.is_over:
                 self.run.give_up("stopped", f"The cluster was stopped: {self.stop_reason}.")
-        # From here on nobody shall take this cluster over, or find it.
-        self.connection_file.unlink(missing_ok=True)
-        (self.directory / CLUSTER_FILE).unlink(missing_ok=True)
-        (self.directory / BEAT_NAME).unlink(missing_ok=True)
+        self.office.close_to_successors()
         for slot in self.fleet.slots():
             self.tell(slot, "exit")
             slot.state = "leaving" if slot.alive else slot.state
         await asyncio.sleep(0)
-        known = [recorded.process for recorded in records.read(self.directory / FILE_NAME)]
-        known = [process for process in known if process != self.me]
-        left = await self.engines.end_all(known=known) if self.engines else []
+        left = await self.engines.end_all(known=self.office.known()) if self.engines else []
         self.fleet.close()
         if left:
             log.error("these processes did not end: %s", left)
             return 1
-        for name in (RUN_FILE, JOB_FILE, FILE_NAME, guardian.OFFICE_NAME):
-            (self.directory / name).unlink(missing_ok=True)
+        self.office.clear()
         return 0
 
     def environment(self) -> dict[str, str]:
@@ -199,7 +188,7 @@ class Supervisor:
     async def _start_cluster(self) -> None:
         try:
             engines = Engines(self.directory, self.profile, self.environment())
-            engines.on_controller_exit = self._controller_ended
+            engines.on_controller_exit = self.office.controller_ended
             await self.fleet.begin(engines)
         except Exception as error:
             log.exception("the cluster did not start")
@@ -207,12 +196,12 @@ class Supervisor:
             self.error = error.to_wire() if isinstance(error, FtnbError) else ClusterError(str(error)).to_wire()
         else:
             self.state = "idle"
-        self.save_cluster()
+        self.office.save_cluster()
 
     async def _take_over(self) -> None:
         assert self.recorded is not None
         engines = Engines(self.directory, self.profile, self.environment(), recorded=self.recorded["engines"])
-        engines.on_controller_exit = self._controller_ended
+        engines.on_controller_exit = self.office.controller_ended
         self.fleet.engines = engines
         self.adoption = Adoption(self, self.recorded)
         try:
@@ -224,68 +213,6 @@ class Supervisor:
             self.adoption = None
             self.stop("it could not be taken over from a supervisor that was lost")
         self._in_charge.set()
-
-    def _controller_ended(self, words: str) -> None:
-        if self._stopping.is_set():
-            return
-        log.warning("ipyparallel's controller is gone: %s", words)
-        self.controller_problem = f"ipyparallel's controller is gone ({words}); it is started again."
-        self.fleet.note(self.controller_problem)
-        self.spawn(self._restart_controller())
-
-    async def _restart_controller(self) -> None:
-        assert self.engines is not None
-        for wait_s in (0.0, 1.0, 5.0, 20.0):
-            await asyncio.sleep(wait_s)
-            try:
-                await self.engines.restart_controller()
-            except Exception as error:
-                log.exception("the controller could not be started again")
-                self.controller_problem = (
-                    f"ipyparallel's controller is gone and could not be started again ({error}): the training goes on, "
-                    "%%px and run.state_dict() do not work."
-                )
-            else:
-                self.controller_problem = ""
-                self.save_cluster()
-                return
-        self.fleet.note(self.controller_problem)
-
-    # --- on record
-
-    def save_cluster(self) -> None:
-        """Everything that a successor needs, but for the run."""
-        if self.engines is None and self.recorded is not None:
-            return  # nothing is taken over yet: what the predecessor wrote still holds
-        if self._stopping.is_set():
-            return
-        for what, process in self.engines.processes() if self.engines else []:
-            if process not in self._noted:
-                self._noted.add(process)
-                self.records.note(what, process)
-        cluster = {
-            "version": ftnb.__version__, "name": self.name, "token": self.token, "term": self.term,
-            "state": self.state, "supervisor": {"pid": self.me.pid, "started": self.me.started},
-            "options": {**self.options, "num_ranks": self.num_ranks, "num_spares": self.fleet.num_spares},
-            "keys": self.keys, "ports": self.ports, "run": self.run.name if self.run else None,
-            "engines": self.engines.record() if self.engines else None, "fleet": self.fleet.record(),
-        }
-        self._write(CLUSTER_FILE, cluster)
-
-    def save_job(self, job: dict[str, Any]) -> None:
-        """What does not change in a run."""
-        (self.directory / RUN_FILE).unlink(missing_ok=True)
-        self._write(JOB_FILE, job)
-
-    def save_run(self, run: ActiveRun) -> None:
-        if run is self.run or self.run is None or self.run.is_over:
-            self._write(RUN_FILE, {"name": run.name, **run.record()})
-
-    def _write(self, name: str, content: dict[str, Any]) -> None:
-        try:
-            paths.write_private(self.directory / name, json.dumps(content))
-        except OSError as error:  # a full disk must not stop the training; only adoption would suffer
-            log.error("%s cannot be written: %s", name, error)
 
     # --- ranks
 
@@ -503,6 +430,10 @@ class Supervisor:
 
     async def _answer(self, sender: bytes, message: dict[str, Any]) -> None:
         number, op = message.pop("id", None), message.pop("op", "")
+        if not self._once.is_new(sender, number):
+            if (before := self._once.answer(sender, number)) is not None:
+                self._client_socket.send_multipart([sender, *messages.encode(before)])
+            return
         reply: dict[str, Any] = {"id": number}
         try:
             await self._in_charge.wait()
@@ -519,6 +450,7 @@ class Supervisor:
             log.exception("internal error in %s", op)
             text = f"Internal error in the supervisor ({type(error).__name__}: {error}); its log has more."
             reply |= {"ok": False, "error": ClusterError(text).to_wire()}
+        reply = self._once.answered(sender, number, reply)
         self._client_socket.send_multipart([sender, *messages.encode(reply)])
 
     async def _watch_clients(self, monitor: Any) -> None:
@@ -535,7 +467,7 @@ class Supervisor:
         while True:
             await asyncio.sleep(TICK_S)
             try:
-                self._sign_of_life()
+                self.office.sign_of_life()
                 if self.adoption is None:
                     if self.run is not None:
                         self.run.tick()
@@ -553,22 +485,6 @@ class Supervisor:
                 self.stop(f"no notebook was connected for {self.linger_s:g} s")
 
     # --- for the parts of the supervisor
-
-    def _sign_of_life(self) -> None:
-        """Once a second: for the guardian, which ends everything when nobody is in charge any more."""
-        now = time.monotonic()
-        if now - self._beat_at < BEAT_EVERY_S or self._stopping.is_set():
-            return
-        self._beat_at = now
-        with contextlib.suppress(OSError):
-            guardian.renew_beat(self.directory)
-        if self._guardian is None or self._guardian.poll() is not None:
-            if self._guardian is not None:
-                log.warning("the guardian is gone (exit status %s); another one is started", self._guardian.returncode)
-            environment = {**os.environ, **self.environment()}
-            self._guardian = guardian.start(self.directory, self.linger_s + GUARDIAN_EXTRA_S, environment)
-            if (process := proc.identify(self._guardian.pid)) is not None:
-                self.records.note(GUARDIAN, process)
 
     def _left_directory(self) -> bool:
         """Somebody has removed the cluster's files: nobody could find it any more."""

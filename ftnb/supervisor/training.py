@@ -79,9 +79,9 @@ async def _start(supervisor: Supervisor, request: dict[str, Any]) -> dict[str, A
         "dataset_len": first["dataset_len"], "total_steps": first["total_steps"], "started": time.time(),
         "versions": supervisor.versions(), "signature": first["signature"],
     }
-    supervisor.save_job(job)
+    supervisor.office.save_job(job)
     run = supervisor.run = ActiveRun(supervisor, job, request.get("names") or b"")
-    supervisor.save_cluster()
+    supervisor.office.save_cluster()
     supervisor.fleet.run_began()
     for rank, lines in output.items():
         for line in lines:

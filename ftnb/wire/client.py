@@ -22,6 +22,7 @@ import zmq
 
 from ftnb.errors import ClusterError, FtnbError, NoClusterError, from_wire
 from ftnb.wire import messages, paths, proc, records, sockets
+from ftnb.wire.finding import is_alive, load, trusted
 from ftnb.wire.takeover import Spawn, Takeover
 
 # Asking these twice does no harm, so they are put to a successor again.
@@ -37,17 +38,6 @@ _MAX_TAKEOVERS, _WITHIN_S = 5, 120.0
 ASK_AGAIN_S = 5.0
 
 _log = logging.getLogger(__name__)
-
-
-class DeadCluster(NoClusterError):
-    """A connection file is there, but the supervisor that it names is gone."""
-
-    def __init__(self, connection: sockets.Connection) -> None:
-        super().__init__(
-            f"The cluster {connection.name!r} is gone (its supervisor, pid {connection.pid}, no longer runs). "
-            "Start a new one with %ft_cluster start."
-        )
-        self.connection = connection
 
 
 class _Pending:
@@ -237,13 +227,15 @@ class ClientConnection:
             self._children.append(self._adopted.popleft())
         self._children = [child for child in self._children if child.poll() is None]
         if self._takeover is not None:
-            self._go_on_with_takeover(context)
+            pass
         elif self._lost is not None:
             self._look_for_another(context)
         elif not self.supervisor_alive():
             self._supervisor_died(context)
         elif self._silent_s >= SILENT_LIMIT_S and self._spawn is not None:
             self._begin_takeover(f"did not answer for {SILENT_LIMIT_S:.0f} s")
+        if self._takeover is not None:
+            self._go_on_with_takeover(context)
         if self._sock is not None:
             self._send()
 
@@ -283,7 +275,7 @@ class ClientConnection:
         found = self._read_file()
         if found is None or self._spawn is None:
             self._lose(f"is gone{'; it was stopped' if found is None else ''}")
-        elif found.pid != self.connection.pid and _is_alive(found):
+        elif found.pid != self.connection.pid and is_alive(found):
             self._follow(context, found)
         else:
             self._begin_takeover("is gone")
@@ -339,7 +331,7 @@ class ClientConnection:
     def _look_for_another(self, context: zmq.Context) -> None:
         """Given up here, but another notebook may have found a successor."""
         found = self._read_file() if self._spawn is not None else None
-        if found is not None and found.pid != self.connection.pid and _is_alive(found):
+        if found is not None and found.pid != self.connection.pid and is_alive(found):
             self._follow(context, found)
         else:
             self._fail_all()
@@ -363,59 +355,10 @@ class ClientConnection:
     def _read_file(self) -> sockets.Connection | None:
         """The connection file as it is now; None when a clean stop has removed it, or it is another cluster's."""
         try:
-            found = _trusted(self.connection.name)
+            found = trusted(self.connection.name)
         except (NoClusterError, OSError):
             return None
         return found if found.server_key == self.connection.server_key else None
-
-
-def _trusted(name: str) -> sockets.Connection:
-    """The connection file of `name`; raises `NoClusterError` when there is none, or one that cannot be trusted."""
-    path = paths.connection_file(name)
-    try:
-        owner = path.stat().st_uid
-        connection = sockets.Connection.load(path)
-    except (FileNotFoundError, NotADirectoryError):
-        others = [other for other in running_clusters() if other != name]
-        raise NoClusterError(
-            f"No cluster named {name!r} is running. Start one with %ft_cluster start"
-            + ("" if name == "default" else f" --name {name}")
-            + " (in Python: ftnb.Session.start())."
-            + (f" Running: {', '.join(others)} (%ft_cluster attach NAME)." if others else "")
-        ) from None
-    except PermissionError:
-        raise NoClusterError(
-            f"The connection file {path} belongs to another user; ftnb only talks to your own clusters."
-        ) from None
-    except (ValueError, TypeError, AttributeError) as error:
-        raise NoClusterError(
-            f"The connection file {path} is damaged ({error}). Remove it, then type %ft_cluster start."
-        ) from None
-    if owner != os.getuid():
-        raise NoClusterError(f"The connection file {path} belongs to another user; it is not trusted.")
-    return connection
-
-
-def running_clusters() -> list[str]:
-    """The names of this user's clusters that have a living supervisor."""
-    found = []
-    for path in sorted((paths.runtime_dir() / "clusters").glob("*/connection.json")):
-        with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
-            if path.stat().st_uid == os.getuid() and _is_alive(sockets.Connection.load(path)):
-                found.append(path.parent.name)
-    return found
-
-
-def _is_alive(connection: sockets.Connection) -> bool:
-    return proc.ProcessId(connection.pid, connection.pid_started).is_alive()
-
-
-def load(name: str) -> sockets.Connection:
-    """The connection of the living cluster `name`; raises `NoClusterError` when there is none."""
-    connection = _trusted(name)
-    if not _is_alive(connection):
-        raise DeadCluster(connection)
-    return connection
 
 
 def connect(name: str, spawn: Spawn | None = None) -> ClientConnection:

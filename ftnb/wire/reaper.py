@@ -76,7 +76,7 @@ def living(cluster_dir: Path) -> list[Recorded]:
     header = records.read_header(path)
     if header is None or not header.is_here:
         return []
-    return [recorded for recorded in dict.fromkeys(records.read(path)) if recorded.process.is_alive()]
+    return [recorded for recorded in records.by_process(records.read(path)).values() if recorded.process.is_alive()]
 
 
 def note_strays(cluster_dir: Path) -> int:
@@ -139,6 +139,7 @@ class _Hunt:
         return self._record is not None
 
     def is_of(self, token: str | None) -> bool:
+        """Whether there is a record of that cluster, or none at all."""
         return token is None or self._header is None or self._header.token == token
 
     def note_strays(self) -> int:
@@ -185,8 +186,7 @@ class _Hunt:
     def _read(self) -> None:
         """What has been recorded since, too: a successor that began in between records itself."""
         if self._record is not None and self._is_same_cluster():
-            for recorded in records.read(self._path):
-                self._known.setdefault(recorded.process, recorded)
+            self._known = records.by_process([*self._known.values(), *records.read(self._path)])
 
     def _note(self, found: Iterable[Recorded]) -> None:
         """Before anything is signalled: should this process be killed, the next one still knows them."""

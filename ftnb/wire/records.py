@@ -126,6 +126,15 @@ def read(path: Path) -> list[Recorded]:
     return found
 
 
+def by_process(found: Iterable[Recorded]) -> dict[proc.ProcessId, Recorded]:
+    """The last word on each process: a spare becomes a rank; one that was found before it was recorded is no stray."""
+    last: dict[proc.ProcessId, Recorded] = {}
+    for recorded in found:
+        if recorded.what != OTHER or recorded.process not in last:
+            last[recorded.process] = recorded
+    return last
+
+
 def read_header(path: Path) -> Header | None:
     for record in _objects(path):
         if record.get("what") == "cluster" and record.get("token"):

@@ -102,3 +102,23 @@ def test_more_ranks_than_memory_holds_are_refused_with_what_to_type():
     container.refuse_more_than_fit(small, 4)
     with pytest.raises(UsageError, match=r"5 ranks need about 1.5 GB.*%ft_cluster start -n 4 \(in Python: Session.start\(4\)\)\."):
         container.refuse_more_than_fit(small, 5)
+
+
+def test_spares_need_as_much_as_ranks():
+    small = Container(8, 2 * GB, 2 * GB)
+    container.refuse_more_than_fit(small, 3, 1)
+    with pytest.raises(UsageError, match=r"3 ranks and 2 spares need about 1.5 GB.*With 3 ranks, at most 1 spare can be kept: --spares 1\."):
+        container.refuse_more_than_fit(small, 3, 2)
+    with pytest.raises(UsageError, match=r"5 ranks and 1 spare need.*Start at most 4"):
+        container.refuse_more_than_fit(small, 5, 1)
+    assert container.default_num_ranks(small, 1) == 3
+    assert container.default_num_ranks(small, 9) == 1
+
+
+def test_growing_counts_what_is_added():
+    small = Container(8, 2 * GB, GB // 2)  # one more fits
+    container.refuse_to_grow(small, 5, 4)
+    with pytest.raises(UsageError, match=r"2 ranks more need about 0.6 GB.*At most 5 are possible: -n 5\."):
+        container.refuse_to_grow(small, 6, 4)
+    with pytest.raises(UsageError, match=r"One rank more needs about 0.3 GB.*Free some memory"):
+        container.refuse_to_grow(Container(8, 2 * GB, GB // 4), 5, 4)

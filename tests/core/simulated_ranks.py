@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 
 from simulated_rank import DATASET_LEN, GLOBAL_BATCH, Group, Rank, share_of
 
@@ -66,6 +67,8 @@ class World:
         self.down = False  # the supervisor is dead
         self.dies_after: int | None = None  # it dies when it has carried out so many of the next actions
         self.num_adoptions = 0
+        self.num_failed: Counter[int] = Counter()  # per slot, how many have failed and are not fenced yet
+        self.last_actions: list = []
         self.planned_generation = 0  # the last one that was begun on purpose
         self.raised_in: list[tuple[int, int, int]] = []  # (generation, step, rank)
         self.crashes = 0
@@ -135,6 +138,12 @@ class World:
                     self._release(rank)
         if self.end is not None:
             return True
+        if self.rng.random() < 0.3:  # what the one before sent last is sent once more
+            for action in self.last_actions:
+                if isinstance(action, planner.SendRegroup | planner.SendHold | planner.SendRelease):
+                    self._send(action.ranks, action)
+                elif isinstance(action, planner.SendGo) and action.generation in self.groups:
+                    self._send(action.members, action)
         for rank in self.pool:
             rank.said_ready = False
             rank.up["work"].clear()
@@ -338,6 +347,8 @@ class World:
         for _ in range(3):
             self.round()
         self.repeat_all()
+        for _ in range(max(len(rank.inbox) for rank in self.ranks) + 3):
+            self.round()
         for rank in self.ranks:
             assert rank.dead or rank.released or rank.at == "gone", f"nobody told rank {rank.number} that it is over"
         return self.end
@@ -356,6 +367,10 @@ class World:
             return state.phase == "training" and state.members == tuple(range(state.wanted)) and state.hold_why is None
 
         self.until(settled, max_rounds=600)
+        for rank in self.ranks[self.state.wanted :]:
+            assert rank.dead or rank.released, f"rank {rank.number} should have left"
+        for rank in self.ranks[: self.state.wanted]:
+            assert rank.announced or not rank.is_newcomer, f"nobody was told that rank {rank.number} has joined"
         step = self.state.committed
         self.until(lambda: settled() and self.state.committed > step + 2)
 
@@ -375,6 +390,8 @@ class World:
         if self.state.phase != "ended":
             taken = sum(isinstance(action, planner.TakeSpare) for action in actions)
             assert self.state.spares + taken == sum(rank.said_ready for rank in self.pool)
+        self._check_order(actions)
+        self.last_actions = actions
         for action in actions:
             assert self.end is None, f"{action} after the end"
             if isinstance(action, BOOKS) or self.dies_after is None:
@@ -492,6 +509,8 @@ class World:
         assert not heard & set(go.members), "a dead rank is a member"
         assert not self.unfenced, "takeover before the dead rank is fenced"
         assert not self.state.unfenced
+        ever = max(rank.committed for rank in [*self.ranks, *self.former])
+        assert ever <= go.first_step, f"steps {go.first_step} to {ever} are all done again"
         planned = go.generation == self.planned_generation
         for rank in self._living(go.members):
             assert not rank.raised and not rank.spoiled, f"rank {rank.number} raised and is a member again"
@@ -503,6 +522,18 @@ class World:
             assert not planned or rank.in_flight is None, "a step is done again, although nothing has failed"
         assert (go.source is None) == (not go.behind)
         assert go.source is None or go.source in set(go.members) - set(go.behind)
+
+    def _check_order(self, actions: list) -> None:
+        """A rank fails before it is fenced, and joins when the generation stands."""
+        kinds = [action.kind for action in actions if isinstance(action, planner.Emit)]
+        if "rank_joined" in kinds:
+            assert "regrouped" in kinds[: kinds.index("rank_joined")]
+        for action in actions:
+            if isinstance(action, planner.Emit) and action.kind in ("rank_failed", "spare_lost"):
+                self.num_failed[action.rank] += 1
+            elif isinstance(action, planner.Emit) and action.kind == "rank_fenced":
+                self.num_failed[action.rank] -= 1
+                assert self.num_failed[action.rank] >= 0, f"rank {action.rank} is fenced, but it has not failed"
 
     def _check_joined(self, event: planner.Emit) -> None:
         rank = self.ranks[event.rank]

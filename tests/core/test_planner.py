@@ -320,10 +320,22 @@ def test_a_step_that_has_worked_in_between_starts_anew():
     state = in_training((0, 1, 2, 3))
     state, _ = play(after_raise(state, 3, 1, step=5), *ready(2, dict.fromkeys(range(4), 4)))
     state, _ = play(state, *[RankFormed(rank, 2, 50.0, 50.0) for rank in (0, 1, 2)])
-    state, _ = play(state, StepCommitted(0, 2, 5, 50.0), died(0), RankFenced(0))
+    state, _ = play(state, StepCommitted(0, 2, 5, 50.0), RankFenced(3), died(0), RankFenced(0))
     state, _ = play(state, *ready(3, {1: 4, 2: 4}))
     state, actions = play(after_raise(state, 2, 3, step=5), *ready(4, {1: 4, 2: 4}))
     assert only(SendGo, actions).members == (1,)
+
+
+def test_a_rank_that_was_left_out_and_killed_is_fenced_before_the_next_generation():
+    state = in_training((0, 1, 2, 3))
+    state, _ = play(after_raise(state, 3, 1, step=5), *ready(2, dict.fromkeys(range(4), 4)))
+    state, _ = play(state, *[RankFormed(rank, 2, 50.0, 50.0) for rank in (0, 1, 2)])
+    state, _ = play(state, StepCommitted(0, 2, 5, 50.0), died(0), RankFenced(0))
+    state, actions = play(state, *ready(3, {1: 5, 2: 5}))
+    assert actions == []
+    state, actions = play(state, RankFenced(3))
+    assert only(SendGo, actions).members == (1, 2)
+    assert kinds(actions) == [], "it was told as fenced when it was left out"
 
 
 def test_exceptions_in_different_steps_cost_a_rank_each():

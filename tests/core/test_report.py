@@ -363,7 +363,21 @@ def test_to_dict_is_plain_data():
     assert data["failures"][0] == {"kind": "kill", "rank": 2, "step": 5} | {
         "reason": "rank 2 was killed by SIGKILL",
         **PHASES,
+        "rejoined_s": None,
     }
+
+
+def test_when_the_place_of_a_lost_rank_was_taken():
+    metrics, ledger = train([((0, 1, 2, 3), 8)])
+    lost = [failed(2, 5), recovered([2], 5), failed(1, 6), recovered([1], 6), failed(2, 7), recovered([2], 7)]
+    joined = [{"time": lost[0]["time"] + 0.5, "kind": "rank_joined", "generation": 3, "rank": 2, "step": 5},
+              {"time": lost[4]["time"] + 2.0, "kind": "rank_joined", "generation": 7, "rank": 2, "step": 7}]
+    report = build_report(run_json(8), [*lost[:2], joined[0], *lost[2:], joined[1]], metrics, ledger)
+    first, second, third = report.failures
+    assert first.rejoined_s == pytest.approx(0.5 + first.detect_s)
+    assert second.rejoined_s is None
+    assert third.rejoined_s == pytest.approx(2.0 + third.detect_s)
+    assert f"Its place was taken after {third.rejoined_s:.2f} s." in str(report)
 
 
 @settings(max_examples=60, deadline=None)

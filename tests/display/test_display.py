@@ -10,7 +10,7 @@ import pytest
 from ftnb.display import live as live_module
 from ftnb.display.events import events_table
 from ftnb.display.live import Live, Output, Terminal
-from ftnb.display.status import cluster_status, run_status, starting_cluster
+from ftnb.display.status import cluster_status, resizing_cluster, run_status, starting_cluster
 from ftnb.display.table import Shown, seconds, show
 from ftnb.errors import ClusterError
 
@@ -98,6 +98,35 @@ def test_cluster_status():
     assert "Cluster mine: running" in shown.text
     assert "spare" in shown.text and "spare" in shown.html
     assert "no ranks" in cluster_status(status | {"ranks": []}, "mine").text
+
+
+SPARE = {"rank": None, "engine": 4, "pid": 104, "host": "box", "state": "spare", "step": None, "heartbeat_age_s": 0.1}
+
+
+def test_spares_are_counted_apart_and_ranks_that_join_are_shown():
+    ranks = [
+        {**SPARE, "rank": 0, "state": "training", "step": 7},
+        {**SPARE, "rank": 1, "state": "joining"},
+        {**SPARE, "rank": 2, "state": "starting", "pid": None, "heartbeat_age_s": None},
+        SPARE,
+        {**SPARE, "state": "starting"},
+    ]
+    status = {"supervisor_pid": 9, "state": "running", "generation": 2, "world_size": 2, "run": "run", "ranks": ranks}
+    for wanted, words in ((None, "3 ranks · 2 spares · supervisor"), (3, "3 ranks · 2 spares"), (4, "3 ranks · 4 wanted · 2 spares")):
+        assert words in cluster_status(status | {"wanted_ranks": wanted, "num_ranks": 3}, "mine").text
+    text = cluster_status(status, "mine").text
+    assert [line.split()[:2] for line in text.splitlines()[3:]] == [
+        ["0", "training"], ["1", "joining"], ["2", "starting"], ["spare", "spare"], ["spare", "starting"]]  # fmt: skip
+    assert "spare" in run_status(INFO | {"ranks": ranks}).text and "joining" in run_status(INFO | {"ranks": ranks}).html
+    problem = "Rank 3 could <not> start."
+    shown = cluster_status(status | {"resize_problem": problem}, "mine")
+    assert shown.text.endswith(f"Resizing failed: {problem}") and "could &lt;not&gt; start." in shown.html
+
+
+def test_spares_do_not_count_as_ranks_that_are_ready():
+    status = {"ranks": [{"rank": 0, "state": "idle"}, {"rank": 1, "state": "starting"}, SPARE], "num_ranks": 2, "elapsed_s": 3.2}
+    assert "1 of 2 ranks ready" in starting_cluster(status, "mine").text
+    assert "Resizing cluster mine to 2 ranks: 2 there, 1 of them working (3 s)" in resizing_cluster(status, "mine").text
 
 
 def test_starting_cluster_counts_the_ranks_that_answered():

@@ -151,6 +151,36 @@ def test_unknown_actions_get_a_suggestion(shell):
     assert "Did you mean status?" in str(failing(shell, "%ft_cluster statu"))
 
 
+def test_spares_are_asked_for_at_the_start(shell, monkeypatch):
+    started = []
+
+    def start(plan, progress):
+        started.append(plan)
+        return FakeConnection(plan.name, plan.num_ranks), None
+
+    monkeypatch.setattr(launch, "running", lambda name: False)
+    monkeypatch.setattr(launch, "start", start)
+    assert shell.run_cell("%ft_cluster start -n 1 --threads 1 --spares 1").success
+    command = started[0].command()
+    assert command[command.index("--spares") + 1] == "1"
+    assert "--spares takes a whole number of at least 0" in str(failing(shell, "%ft_cluster start --spares -1"))
+
+
+def test_resize_asks_the_supervisor_and_waits(shell, connection, capsys):
+    connection.answers["resize"] = {"num_ranks": 3, "was": 4}
+    before = connection.answers["status"]
+
+    def status():
+        return before | {"num_ranks": 3, "ranks": before["ranks"][:3]} if "resize" in connection.ops() else before | {"num_ranks": 4}
+
+    connection.answers["status"] = status
+    assert shell.run_cell("%ft_cluster resize -n 3").success
+    assert connection.sent("resize") == {"num_ranks": 3}
+    assert "3 ranks, after" in capsys.readouterr().out
+    assert "at least 1, not 0" in str(failing(shell, "%ft_cluster resize -n 0"))
+    assert "%ft_cluster resize -n 4" in str(failing(shell, "%ft_cluster resize"))
+
+
 def test_attach_binds_the_run_that_goes_on(shell, monkeypatch):
     connection = FakeConnection(run_info=run_info("finished"))
     monkeypatch.setattr(launch, "attach", lambda name, show: connection)

@@ -210,11 +210,11 @@ async def adoption(directory: Path) -> dict[str, Any]:
         known = [proc.identify(pid) for pid in said["pids"]]
         child.kill()
         child.wait()
+        await wait_until(lambda: not old_server.is_alive(), "the fork server ends with its supervisor")
         cluster = Cluster(directory, recorded=said["record"])
         engines = cluster.engines
         for process in known:
             engines.watch(process, cluster.exits.__setitem__)
-        await wait_until(lambda: not old_server.is_alive(), "the old fork server ends")
         client = await cluster.client(2)
         told["same_engines"] = await call(client[:], os.getpid) == said["pids"]
         stray = await call(client[1], leave_session)

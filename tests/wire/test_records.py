@@ -50,6 +50,13 @@ def test_what_was_noted_is_read_in_order_by_anybody(path: Path) -> None:
     assert str(records.read(path)[1]) == f"rank 3 (pid {os.getpid()})"
 
 
+def test_the_last_word_on_a_process_counts_unless_it_is_only_a_find(path: Path) -> None:
+    book = records.ProcessRecords(path, TOKEN)
+    for what in (records.OTHER, records.SPARE, records.RANK, records.OTHER):
+        book.note(what, me())
+    assert [recorded.what for recorded in reaper.living(path.parent)] == [records.RANK]
+
+
 @pytest.mark.parametrize("cut", [1, 10, 40])
 def test_a_line_torn_by_a_killed_writer_costs_itself_alone(path: Path, cut: int) -> None:
     book = records.ProcessRecords(path, TOKEN)
