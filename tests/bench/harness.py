@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import random
+import socket
 import statistics
 import tempfile
 import time
@@ -115,7 +117,7 @@ def recoveries(run: Run, num_ranks: int) -> list[Recovery]:
     events, metrics = run.events(), run.metrics()
     kills = [*_of_kind(events, "fault_injected"), {"time": float("inf")}]
     found = []
-    for killed, following in zip(kills, kills[1:]):
+    for killed, following in itertools.pairwise(kills):
         generation = max((m["generation"] for m in metrics if m["time"] <= killed["time"]), default=1)
         after = [m for m in metrics if m["generation"] > generation and m["time"] <= following["time"]]
         full = next((m for m in after if m["world_size"] == num_ranks), None)
@@ -151,6 +153,12 @@ def in_turn(rounds: int, a: Callable[[], float], b: Callable[[], float]) -> tupl
         for which in ("ab" if number % 2 == 0 else "ba"):
             (measured_a if which == "a" else measured_b).append((a if which == "a" else b)())
     return measured_a, measured_b
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
 
 
 def jsonl(path: Path) -> list[dict]:
