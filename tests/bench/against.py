@@ -1,17 +1,17 @@
 """The recovery benchmark's other tools: the same job, each as it is meant to be used. Run it by recovery.py --against.
 
-Same model, data, global batch and seed, 4 ranks on one machine, Gloo on loopback, one thread per rank; tools take turns, and in each
-round rank 2 is lost by SIGKILL and, once all ranks train again, rank 0.
+Same model, data, global batch and seed, 4 ranks on one machine, Gloo on loopback, one thread per rank. Tools take
+turns, and in each round rank 2 is lost by SIGKILL and, once all ranks train again, rank 0.
 
 - torchrun restarts everybody (--max-restarts), and the script loads its last checkpoint, of which it makes one every
   20 steps. See peers/torchrun_train.py for what Gloo needs for that.
-- torchft (torchft-nightly; of the release 0.2.0 all survivors crash with an AssertionError) has a lighthouse and one torchrun per
-  rank. It is measured with the lighthouse as its README starts it, and with time-outs of one second in it ("short"): survivors
-  wait until the lighthouse has not heard of the lost rank for so long, which is 5 s by default.
+- torchft (torchft-nightly; of the release 0.2.0 all survivors crash with an AssertionError) has a lighthouse and one
+  torchrun per rank. It is measured with the lighthouse as its README starts it, and with time-outs of one second in
+  it ("short"): survivors wait until the lighthouse has not heard of the lost rank for so long, 5 s by default.
 
-The figure: from SIGKILL to the first step that nobody had committed before, and that is committed by those who train after the
-loss (a step that was all but done at the kill does not count). So for torchrun, doing the steps since its checkpoint
-again is part of the time. There is no goal for others; ftnb's is 0.10 s.
+The figure: from SIGKILL to the first step that nobody had committed before, and that is committed by those who train
+after the loss (a step that was all but done at the kill does not count). So for torchrun, doing the steps since its
+checkpoint again is part of the time. There is no goal for others; ftnb's is a median of at most 0.10 s.
 
 Peers run with the Python of --peers-python, so that they need not be installed beside ftnb.
 """
@@ -158,7 +158,9 @@ def _loss(lines: list[dict[str, Any]], num_ranks: int, victim: int, pid: int, ki
 def _job(tool: str, num_ranks: int, directory: Path, python: str) -> Iterator[None]:
     mark = uuid.uuid4().hex
     # The directory for temporary files, since torchrun leaves some there.
-    environment = {**os.environ, MARK: mark, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TMPDIR": str(directory)}
+    environment = {
+        **os.environ, MARK: mark, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TMPDIR": str(directory),
+    }  # fmt: skip
     environment.pop("PYTHONPATH", None)  # it may be another Python
     torchrun = [python, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "10"]
     with (directory / "output.log").open("wb") as output:
@@ -215,7 +217,7 @@ def _last_lines(directory: Path, num_ranks: int) -> dict[int, dict[str, Any]]:
 
 
 def _wait_full(directory: Path, num_ranks: int, tool: str, since: float, gone: int | None = None) -> None:
-    """Wait until every rank has committed steps with all others, and then some more. `gone`: a process that was killed."""
+    """Wait until every rank has committed steps with all others, and then some more. `gone`: a killed process."""
     started: dict[str, int] = {}
 
     def full() -> bool:

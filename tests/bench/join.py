@@ -2,12 +2,12 @@
 
     python tests/bench/join.py [--ranks 4] [--kills 10] [--model mlp|1M|25M] [--ways spare forked plain]
 
-Three ways: a warm spare (a new one has run the cell before each kill); a replacement from the fork server, which is the default;
-and a replacement that starts from nothing (FTNB_FORK_SERVER=0). The ranks are the victims in turn, rank 0 too;
-all kills of a way fall in one run, each once all ranks train again. Times are those in the run's own files.
+Three ways: a warm spare (a new one has run the cell before each kill); a replacement from the fork server, which is
+the default; and a replacement that starts from nothing (FTNB_FORK_SERVER=0). The ranks are the victims in turn, rank
+0 too; all kills of a way fall in one run, each once all ranks train again. Times are those in the run's own files.
 
-Goals: a spare has all ranks training again after 0.15 s. A replacement lets the training go on after 0.10 s, and has all ranks
-training again after 8 s, after 1.5 s with the fork server.
+Goals (medians): a spare has all ranks training again after 0.15 s. A replacement lets the training go on after 0.10 s,
+and has all ranks training again after 8 s, after 1.5 s with the fork server.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ def main() -> None:
         found = measure(way, args.ranks, args.kills, args.model)
         label, _, _, next_goal, full_goal = WAYS[way]
         print(f"  {label}")
-        print(f"    SIGKILL to next committed step  {harness.spread([r.next_s for r in found], ' s')}   goal: {next_goal}")
-        print(f"    ... by all ranks                {harness.spread([r.full_s for r in found], ' s')}   goal: {full_goal}")
+        on, full = [r.next_s for r in found], [r.full_s for r in found]
+        print(f"    SIGKILL to next committed step  {harness.spread(on, ' s')}   goal: {next_goal}")
+        print(f"    ... by all ranks                {harness.spread(full, ' s')}   goal: {full_goal}", flush=True)
 
 
 if __name__ == "__main__":

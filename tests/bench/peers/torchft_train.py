@@ -4,8 +4,8 @@
     REPLICA_GROUP_ID=0 NUM_REPLICA_GROUPS=4 TORCHFT_LIGHTHOUSE=http://localhost:29510 \\
         torchrun --standalone --nproc-per-node 1 --max-restarts 10 torchft_train.py cell.py DIRECTORY
 
-A lost replica is started again by its torchrun and gets the live state from another one; the others go on without it.
-torchft's sampler gives each replica a fixed share of the data, so what a lost one would have used is left out meanwhile.
+A lost replica is started again by its torchrun and gets the live state from another one; the others go on without
+it. torchft's sampler gives each replica a fixed share of the data; what a lost one would have used is left out.
 """
 
 from __future__ import annotations
