@@ -56,8 +56,10 @@ def run_cell(source: str, namespace: dict[str, Any], names: dict[str, Any], seed
     code = compile(source, FILENAME, "exec", dont_inherit=True)
     state.seed_everything(seed)
     torch.manual_seed(seed)  # also reaches a GPU that nothing has used yet
-    exec(code, namespace)
-    namespace["_ftnb_defined"] = {name: id(namespace[name]) for name in CONTRACT if name in namespace}
+    try:
+        exec(code, namespace)
+    finally:  # what a cell has defined before it raised is not for the next one either
+        namespace["_ftnb_defined"] = {name: id(namespace[name]) for name in CONTRACT if name in namespace}
 
 
 def forget_last_cell(namespace: dict[str, Any]) -> None:

@@ -78,7 +78,7 @@ def main() -> None:
             return (args.steps - warm) / (times[-1] - times[warm - 1])
 
         def plain() -> float:
-            port = _free_port()
+            port = harness.free_port()
             results = [
                 session.client[rank].apply_async(
                     _call, cell, rank, args.ranks, port, args.steps, args.global_batch, warm,
@@ -98,14 +98,6 @@ def main() -> None:
 
 def _call(*args):
     return baseline(*args)  # noqa: F821  (defined on the engine by BASELINE)
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 if __name__ == "__main__":

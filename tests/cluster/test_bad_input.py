@@ -173,6 +173,17 @@ def test_an_old_model_is_not_trained_by_a_cell_that_forgets_it(session: ftnb.Ses
     says(caught.value, "`model` and `optimizer` and `dataset`")
 
 
+def test_what_a_cell_has_defined_before_it_raised_is_gone(session: ftnb.Session) -> None:
+    with pytest.raises(CellError):
+        session.train(CELL.replace("loss_fn", "training_step") + "dataset[1000]\n", **OPTIONS)
+    check_report(session.train(CELL, **OPTIONS).wait(timeout_s=60), [])  # not "both loss_fn and training_step"
+    with pytest.raises(CellError):
+        session.train(CELL + "dataset[1000]\n", **OPTIONS)
+    with pytest.raises(CheckError) as caught:
+        session.train("pass", **OPTIONS)
+    says(caught.value, "`model` and `optimizer` and `dataset`")
+
+
 def test_a_running_training_is_not_disturbed(session: ftnb.Session, reference: Reference) -> None:
     """Every mistake that can be made while a training goes on, and then its result is what it should be."""
     session.train(CELL, **OPTIONS).wait(timeout_s=60)

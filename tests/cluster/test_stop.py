@@ -48,7 +48,7 @@ def stop_and_look(cluster: SharedCluster, session: ftnb.Session) -> str:
 
 def exits(log: str) -> dict[int, str]:
     """Of each rank the words of its last exit."""
-    return {int(rank): words for rank, words in re.findall(r"rank (\d+) \(pid \d+\) is gone, it was \w+: (.*)", log)}
+    return {int(rank): words for rank, words in re.findall(r"\(rank (\d+), pid \d+\) is gone, it was \w+: (.*)", log)}
 
 
 def train_long(session: ftnb.Session, **options) -> ftnb.Run:

@@ -1,0 +1,192 @@
+"""More ranks or fewer, on purpose: no step is lost or repeated, and nobody is reported as failed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import comings
+import pytest
+from cluster_tools import (
+    CELL,
+    GLOBAL_BATCH,
+    NUM_RANKS,
+    SAME_F64,
+    Reference,
+    assert_same,
+    check_books,
+    check_report,
+    losses_of,
+    pids_of,
+    processes_of,
+    says,
+    wait_until,
+)
+from comings import STEPS, Gate, check_changes, check_end, count, entry_of, finish, kill, wait_joined
+
+import ftnb
+from ftnb.errors import RunError, UsageError
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Gate:
+    return Gate(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def reference() -> Reference:
+    return comings.reference()
+
+
+@pytest.fixture
+def session(session: ftnb.Session) -> Iterator[ftnb.Session]:
+    """The shared cluster, which has its four ranks again afterwards."""
+    yield session
+    if session.alive:
+        run = session.run
+        if run is not None and run.state not in ("finished", "stopped", "failed"):
+            run.stop(save=False)
+        session.resize(NUM_RANKS, show=lambda text: None)
+
+
+def resize(session: ftnb.Session, num_ranks: int) -> None:
+    session.resize(num_ranks, show=lambda text: None)
+
+
+def trains_with(session: ftnb.Session, reference: Reference, num_ranks: int) -> None:
+    run = session.train(CELL, steps=12, global_batch=GLOBAL_BATCH, names={}, show=lambda text: None)
+    check_report(run.wait(timeout_s=60), [], world_size=num_ranks)
+    check_books(run, 12)
+    assert_same(losses_of(run), reference.losses[:12], SAME_F64)
+
+
+def check_all(run: ftnb.Run, gate: Gate, reference: Reference, joined: list[int], world_size: int) -> None:
+    check_end(finish(run, gate), [], world_size=world_size)
+    check_books(run, STEPS)
+    check_changes(run, [], joined)
+    kinds = {event["kind"] for event in run.events()}
+    assert not kinds & {"rank_failed", "rank_suspected", "recovered", "rolled_back", "spare_lost"}, kinds
+    assert_same(losses_of(run), reference.losses, SAME_F64)
+
+
+def test_idle(session: ftnb.Session, reference: Reference) -> None:
+    before = processes_of(session)
+    resize(session, 2)
+    assert processes_of(session) == {rank: before[rank] for rank in (0, 1)}
+    wait_until(lambda: not any(before[rank].is_alive() for rank in (2, 3)), "the others have ended")
+    assert session.num_ranks == 2
+    trains_with(session, reference, 2)
+    resize(session, 5)
+    assert sorted(pids_of(session)) == [0, 1, 2, 3, 4]
+    trains_with(session, reference, 5)
+    wait_until(lambda: len(session.client.ids) == 5, "ipyparallel sees five")
+    ranks = {e["rank"]: e["engine"] for e in session.status()["ranks"]}
+    names = [session.client[ranks[rank]].apply_sync(lambda: __import__("os").environ["FTNB_RANK"]) for rank in range(5)]
+    assert names == ["0", "1", "2", "3", "4"]
+
+
+def test_down_and_up_while_training(session: ftnb.Session, reference: Reference, gate: Gate) -> None:
+    run = comings.start(session, gate.cell)
+    before = processes_of(session)
+    run.resize(2, show=lambda text: None)
+    assert session.status()["world_size"] == 2
+    wait_until(lambda: not any(before[rank].is_alive() for rank in (2, 3)), "the others have ended")
+    run.resize(4, show=lambda text: None)
+    wait_joined(session, run, 2)
+    check_all(run, gate, reference, [2, 3], 4)
+    sizes = [line["world_size"] for line in run.metrics()]
+    assert 2 in sizes and sizes[0] == sizes[-1] == 4
+
+
+def test_more_than_at_the_start(session: ftnb.Session, reference: Reference, gate: Gate) -> None:
+    run = comings.start(session, gate.cell)
+    run.resize(6, show=lambda text: None)
+    wait_joined(session, run, 2, world_size=6)
+    check_all(run, gate, reference, [4, 5], 6)
+    trains_with(session, reference, 6)
+
+
+def test_down_to_one_which_is_not_rank_0s_doing(session: ftnb.Session, reference: Reference, gate: Gate) -> None:
+    run = comings.start(session, gate.cell)
+    run.resize(1, show=lambda text: None)
+    target = run.step + 5
+    wait_until(lambda: run.step >= target, "the one goes on")
+    check_all(run, gate, reference, [], 1)
+    trains_with(session, reference, 1)
+
+
+def test_paused(session: ftnb.Session, reference: Reference, gate: Gate) -> None:
+    run = comings.start(session, gate.cell)
+    run.pause()
+    step = run.step
+    for num_ranks in (3, 5):
+        run.resize(num_ranks, show=lambda text: None)
+        assert session.status()["world_size"] == num_ranks
+        assert (run.state, run.step) == ("paused", step), "no step is done in between"
+    run.unpause()
+    check_all(run, gate, reference, [3, 4], 5)
+
+
+def test_during_a_recovery(session: ftnb.Session, reference: Reference, gate: Gate) -> None:
+    run = comings.start(session, gate.cell)
+    kill(session, 1)
+    wait_until(lambda: count(run, "rank_failed"), "the loss is noticed", every_s=0.0005)
+    run.resize(5, show=lambda text: None)
+    wait_joined(session, run, 2, world_size=5)
+    check_end(finish(run, gate), [1], world_size=5)
+    check_books(run, STEPS)
+    check_changes(run, [1], [1, 4])
+    assert_same(losses_of(run), reference.losses, SAME_F64)
+
+
+def test_the_lost_rank_is_beyond_the_new_number(session: ftnb.Session, reference: Reference, gate: Gate) -> None:
+    """Its replacement is on its way when it is not wanted any more."""
+    run = comings.start(session, gate.cell)
+    kill(session, 3)
+    wait_until(lambda: entry_of(session, 3)["state"] == "starting", "a replacement is being started", every_s=0.002)
+    run.resize(3, show=lambda text: None)
+    target = run.step + 20
+    wait_until(lambda: run.step >= target, "the three go on")
+    assert [entry["rank"] for entry in session.status()["ranks"]] == [0, 1, 2]
+    check_end(finish(run, gate), [3], world_size=3)
+    check_books(run, STEPS)
+    check_changes(run, [3], [])
+    assert_same(losses_of(run), reference.losses, SAME_F64)
+    trains_with(session, reference, 3)
+
+
+def test_after_shrinking(session: ftnb.Session, reference: Reference, gate: Gate) -> None:
+    """With `shrink` nobody is replaced, but who asks for ranks gets them."""
+    run = comings.start(session, gate.cell, recovery="shrink")
+    kill(session, 3)
+    wait_until(lambda: count(run, "recovered"), "recovered")
+    run.resize(5, show=lambda text: None)
+    wait_joined(session, run, 2, world_size=5)
+    check_end(finish(run, gate), [3], world_size=5)
+    check_books(run, STEPS)
+    check_changes(run, [3], [3, 4])
+    assert_same(losses_of(run), reference.losses, SAME_F64)
+
+
+def test_what_is_refused_changes_nothing(session: ftnb.Session, reference: Reference, gate: Gate) -> None:
+    run = comings.start(session, gate.cell)
+    pids = pids_of(session)
+    for num_ranks, parts in (
+        (0, ["num_ranks takes a whole number of at least 1, not 0"]),
+        (-2, ["at least 1, not -2"]),
+        (2.5, ["whole number"]),
+        (GLOBAL_BATCH + 1, [f"global batch of {GLOBAL_BATCH}|memory|ranks need"]),
+    ):
+        with pytest.raises(UsageError) as caught:
+            run.resize(num_ranks, show=lambda text: None)
+        says(caught.value, *parts)
+    said: list[str] = []
+    run.resize(NUM_RANKS, show=said.append)
+    assert said == ["The cluster 'shared' has 4 ranks already."]
+    assert pids_of(session) == pids
+    check_all(run, gate, reference, [], NUM_RANKS)
+    assert [event["kind"] for event in run.events()] == ["run_started", "run_finished"]
+    with pytest.raises(RunError) as over:
+        run.resize(2, show=lambda text: None)
+    says(over.value, "is over", "finished", "session.resize")
+    assert session.num_ranks == NUM_RANKS
