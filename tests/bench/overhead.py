@@ -67,6 +67,7 @@ def main() -> None:
     warm = max(20, args.steps // 10)
     cell = harness.cell(args.model)
     with harness.cluster(args.ranks) as session:
+        session.client.wait_for_engines(args.ranks, timeout=60)  # a client knows them one by one
         view = session.client[:]
         view.block = True
         view.execute(BASELINE)
