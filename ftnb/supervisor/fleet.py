@@ -204,7 +204,8 @@ class Fleet:
                 self._supervisor.spawn(self._start_pooled(slot))
             else:
                 self._give_up(action.intended, action.reason)
-        self._hand_out()
+        for slot in [s for s in self.pool if s.state == "spare"]:
+            self.offer(slot)
         for slot in [s for s in self.retired if s.process is None or not s.process.is_alive()]:
             if self._supervisor.going_run is None:
                 slot.free_reports(None)
@@ -239,9 +240,14 @@ class Fleet:
     def offer(self, slot: Slot) -> None:
         """Somebody in the pool is ready: a run that goes on lets it run its cell, else it can fill a slot."""
         run = self._supervisor.going_run
-        wanted = run is not None and not run.no_joining and (run.vacant or slot.intended is None)
-        if wanted and slot.loaded is None and slot.agent is not None:
-            joining.load(self._supervisor, run, slot)
+        if run is not None and not run.no_joining and slot.loaded is None and slot.agent is not None:
+            if run.backend == "nccl" and slot.intended is None and run.vacant:
+                slot.intended = min(run.vacant)
+            # On GPUs it has to be known whose GPU it gets, so spares there wait until somebody is lost.
+            if run.vacant or (slot.intended is None and run.backend != "nccl"):
+                if slot.intended in self.ranks:
+                    slot.gpu = self.ranks[slot.intended].gpu
+                joining.load(self._supervisor, run, slot)
         self._hand_out()
 
     def _hand_out(self) -> None:

@@ -69,6 +69,7 @@ class ActiveRun:
         self._open_generation, self._open_members, self._open_first = 0, (), 1
         self._evaluated_step = 0
         self._flushed_step = 0
+        self._names_asked = float("-inf")
         self._pending: list[dict[str, Any]] = []
         self._handling = 0
         sizes = (self.dataset_len, self.options["global_batch"], self.options["evaluate_every"])
@@ -154,7 +155,11 @@ class ActiveRun:
                 self.finished(rank, standing[rank].generation, digest)
 
     def ask_for_names(self) -> None:
-        """Some rank still has what the notebook had sent along with the cell."""
+        """Some rank still has what the notebook had sent along with the cell (it may be large: asked now and then)."""
+        now = time.monotonic()
+        if now - self._names_asked < 2.0:
+            return
+        self._names_asked = now
         for rank in sorted(self.living):
             if self._supervisor.ranks[rank].agent is not None:
                 self._supervisor.tell_rank(rank, "give_names")
