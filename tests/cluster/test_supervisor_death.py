@@ -300,6 +300,28 @@ def test_the_run_ends_while_nobody_is_in_charge(session: ftnb.Session, reference
     check_report(again.wait(timeout_s=60), [])
 
 
+def test_the_run_has_ended_before_anybody_is_in_charge(
+    session: ftnb.Session, reference: Reference, gate: Gate, tmp_path: Path
+) -> None:
+    """Then all that a successor hears of the last steps is what it finds in shared memory."""
+    steps = 60
+    last = f"calls == {steps} and open('{tmp_path}/' + str(rank), 'w').close()"
+    run = comings.start(session, cell_with_trouble(f"{gate.statement}; {last}"), steps)
+    supervisor = supervisor_of(session)
+    assert supervisor.signal(signal.SIGSTOP)
+    try:
+        gate.open()
+        wait_until(lambda: all((tmp_path / str(rank)).exists() for rank in range(NUM_RANKS)), "all did the last step")
+        time.sleep(0.5)  # and have said so, or nearly: it has to be right in any case
+    finally:
+        supervisor.signal(signal.SIGKILL)
+    report = run.wait(timeout_s=60)
+    check_end(report, [])
+    check_books(run, steps)
+    assert_same(losses_of(run), reference.losses[:steps], SAME_F64)
+    assert kinds_of(run) == ["run_started", "supervisor_started", "run_finished"]
+
+
 def test_an_exception_while_nobody_is_in_charge(session: ftnb.Session, reference: Reference, gate: Gate) -> None:
     """Every rank raises, and there is nobody to tell: the successor hears of it, and the run ends with its reason."""
     run = comings.start(session, cell_with_trouble(f"{gate.statement}\n    if os.path.exists({str(gate.path)!r}): 1 / 0"))
