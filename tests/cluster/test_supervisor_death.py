@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import threading
 import time
@@ -357,3 +358,31 @@ def test_killed_while_the_ranks_run_the_cell(session: ftnb.Session, reference: R
     run = session.train(CELL, steps=20, global_batch=GLOBAL_BATCH, names={})
     check_report(run.wait(timeout_s=60), [])
     assert_same(losses_of(run), reference.losses[:20], SAME_F64)
+
+
+def test_the_directory_of_an_earlier_run_is_gone(session: ftnb.Session, reference: Reference) -> None:
+    """That it was removed, or that somebody has written into it, is no reason to give up a cluster."""
+    for spoil in (shutil.rmtree, lambda directory: (directory / "metrics.jsonl").write_text("no JSON\n")):
+        run = session.train(CELL, steps=8, global_batch=GLOBAL_BATCH, names={}, show=lambda text: None)
+        run.wait(timeout_s=60)
+        ranks = pids_of(session)
+        spoil(run.directory)
+        wait_successor(session, kill_supervisor(session))
+        assert (session.run.name, session.run.state) == (run.name, "finished")
+        assert pids_of(session) == ranks
+    again = session.train(CELL, steps=8, global_batch=GLOBAL_BATCH, names={}, show=lambda text: None)
+    check_report(again.wait(timeout_s=60), [])
+
+
+def test_the_directory_of_the_run_is_gone(session: ftnb.Session, gate: Gate) -> None:
+    """The run ends with a reason; its weights, and the cluster, are there."""
+    run = comings.start(session, gate.cell)
+    ranks = pids_of(session)
+    shutil.rmtree(run.directory)
+    wait_successor(session, kill_supervisor(session))
+    wait_until(lambda: session.run.state == "failed", "it has ended")
+    says(session.run.info()["reason"], "cannot be written", "No such file", str(run.directory))
+    assert session.run.state_dict().keys() == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    again = session.train(CELL, steps=8, global_batch=GLOBAL_BATCH, names={}, show=lambda text: None)
+    check_report(again.wait(timeout_s=60), [])
+    assert pids_of(session) == ranks
