@@ -108,6 +108,7 @@ class Adoption:
         supervisor, fleet = self._supervisor, self._supervisor.fleet
         fleet.restore(self._recorded["fleet"])
         await self._ask()
+        fleet.discard_unborn()
         for slot in fleet.slots():
             if (standing := self._standing.get(slot.key)) is not None:
                 slot.phase, slot.host = standing["phase"], standing["host"]

@@ -189,7 +189,11 @@ class Fleet:
         self._prove()
         for slot in [s for s in self.pool if s.state == "starting" and now - s.started > START_TIMEOUT_S]:
             slot.problem = f"It did not get ready within {START_TIMEOUT_S:.0f} s."
-            self.kill_slot(slot)
+            if slot.process is not None:
+                self.kill_slot(slot)
+            else:  # its launcher has started nothing that ever answered
+                slot.state = "failed"
+                self._pool_lost(slot, "starting", slot.problem)
         run = self._supervisor.going_run
         if run is not None and run.state == "recovering" and now - self._lost_at < RECOVERY_FIRST_S:
             return
@@ -218,9 +222,20 @@ class Fleet:
             return self.vacant
         return set() if run.no_joining else set(run.vacant)
 
+    def discard_unborn(self) -> None:
+        """Processes that an earlier supervisor was about to start when it died: they are started anew."""
+        assert self.engines is not None
+        for slot in [s for s in self.pool if s.process is None and not self.engines.own_launcher]:
+            self.pool.remove(slot)
+            self.engines.discard(slot.key)
+            if slot.ring is not None:
+                slot.ring.close()
+
     async def _start_pooled(self, slot: Slot) -> None:
         try:
             await self._launch(slot)
+            if slot.rank is None and slot not in self.pool:
+                self.kill_slot(slot)  # meanwhile it was given up, or is not wanted any more
         except Exception as error:
             log.exception("an engine could not be started")
             slot.state, slot.problem = "failed", f"{type(error).__name__}: {error}"
