@@ -54,6 +54,7 @@ def loaded(supervisor: Supervisor, slot: Slot, answer: dict[str, Any]) -> None:
         refuse(run, slot.intended, slot_words(slot) + " does not fit: " + problem, {})
         return
     slot.loaded = run.name
+    supervisor.office.save_cluster()  # a successor ends those that may have been in the middle of it
     run.handle(protocol.SpareReady(slot.intended))
 
 
