@@ -169,7 +169,13 @@ class Adoption:
     def _go_on(self, run: ActiveRun) -> None:
         fleet = self._supervisor.fleet
         standing, digests = {}, {}
-        for rank, slot in fleet.ranks.items():
+        for rank, slot in list(fleet.ranks.items()):
+            if rank not in run.has_run:
+                if rank >= fleet.num_ranks:
+                    fleet.release((rank,))  # decided before, and perhaps not carried out
+                elif slot.process is not None and slot.process.is_alive():
+                    fleet.kill_slot(slot)
+                continue
             message = self._standing.get(slot.key)
             if message is None or message.get("run") != run.options["name"]:
                 continue

@@ -204,7 +204,8 @@ class Fleet:
                 self._supervisor.spawn(self._start_pooled(slot))
             else:
                 self._give_up(action.intended, action.reason)
-        self._hand_out()
+        for slot in [s for s in self.pool if s.state == "spare"]:
+            self.offer(slot)
         for slot in [s for s in self.retired if s.process is None or not s.process.is_alive()]:
             if self._supervisor.going_run is None:
                 slot.free_reports(None)
@@ -239,9 +240,14 @@ class Fleet:
     def offer(self, slot: Slot) -> None:
         """Somebody in the pool is ready: a run that goes on lets it run its cell, else it can fill a slot."""
         run = self._supervisor.going_run
-        wanted = run is not None and not run.no_joining and (run.vacant or slot.intended is None)
-        if wanted and slot.loaded is None and slot.agent is not None:
-            joining.load(self._supervisor, run, slot)
+        if run is not None and not run.no_joining and slot.loaded is None and slot.agent is not None:
+            if run.backend == "nccl" and slot.intended is None and run.vacant:
+                slot.intended = min(run.vacant)
+            # On GPUs it has to be known whose GPU it gets, so spares there wait until somebody is lost.
+            if run.vacant or (slot.intended is None and run.backend != "nccl"):
+                if slot.intended in self.ranks:
+                    slot.gpu = self.ranks[slot.intended].gpu
+                joining.load(self._supervisor, run, slot)
         self._hand_out()
 
     def _hand_out(self) -> None:
@@ -423,9 +429,23 @@ class Fleet:
         if slot.process is not None:
             slot.process.signal(signum)
 
-    def fence(self, slot: Slot, fenced: Callable[[], None]) -> None:
+    def is_alive(self, rank: int) -> bool:
+        """Whether a living process fills the slot."""
+        slot = self.ranks.get(rank)
+        return slot is not None and slot.process is not None and slot.process.is_alive()
+
+    def fence_former(self, rank: int, fenced: Callable[[int], None]) -> None:
+        """See to it that nothing is left of processes that had filled the slot, where an earlier supervisor did not."""
+        former = [slot for slot in self.retired if slot.rank == rank]
+        if rank in self.ranks and not self.is_alive(rank):
+            former.append(self.ranks[rank])
+        while sum(self.kill_all_of(slot) for slot in former):
+            time.sleep(0.002)  # a millisecond or two; nothing else is done yet
+        fenced(rank)
+
+    def fence(self, slot: Slot | None, fenced: Callable[[], None]) -> None:
         """Kill the process and all it had started; call `fenced()` once nothing of it is left."""
-        if slot.process is None:
+        if slot is None or slot.process is None:
             asyncio.get_running_loop().call_soon(fenced)
             return
         slot.state = "failed"

@@ -69,6 +69,7 @@ class ActiveRun:
         self._open_generation, self._open_members, self._open_first = 0, (), 1
         self._evaluated_step = 0
         self._flushed_step = 0
+        self._names_asked = float("-inf")
         self._pending: list[dict[str, Any]] = []
         self._handling = 0
         sizes = (self.dataset_len, self.options["global_batch"], self.options["evaluate_every"])
@@ -141,13 +142,24 @@ class ActiveRun:
         committed = max([self._state.committed, self.step])
         self._state = dataclasses.replace(self._state, committed=committed)
         self.emit("supervisor_started", reason)
+        unfenced = dict(self._state.unfenced)
         self.handle(protocol.Adopted(standing))
+        for rank, number in unfenced.items():
+            for _ in range(number):
+                self._supervisor.fleet.fence_former(rank, self._fenced)
+        for rank in sorted(self._state.has_run - standing.keys()):
+            if not self._supervisor.fleet.is_alive(rank):
+                self.rank_died(rank, "unknown", "it ended while there was no supervisor", time.time())
         for rank, digest in digests.items():
             if rank in standing and standing[rank].stage == "finished":
                 self.finished(rank, standing[rank].generation, digest)
 
     def ask_for_names(self) -> None:
-        """Some rank still has what the notebook had sent along with the cell."""
+        """Some rank still has what the notebook had sent along with the cell (it may be large: asked now and then)."""
+        now = time.monotonic()
+        if now - self._names_asked < 2.0:
+            return
+        self._names_asked = now
         for rank in sorted(self.living):
             if self._supervisor.ranks[rank].agent is not None:
                 self._supervisor.tell_rank(rank, "give_names")
@@ -208,7 +220,8 @@ class ActiveRun:
     def rank_died(self, rank: int, failure: str, reason: str, fault_time: float) -> None:
         if self.is_over or rank not in self._state.has_run:
             return
-        self._write(self._assembler.lost(rank))
+        if rank in self._state.alive | self._state.left_out:  # else it had not entered: it is not in the books
+            self._write(self._assembler.lost(rank))
         self.handle(protocol.RankDied(rank, failure, reason, fault_time))
 
     def finished(self, rank: int, generation: int, digest: str) -> None:
@@ -401,6 +414,11 @@ class ActiveRun:
     def living(self) -> frozenset[int]:
         """Ranks that take part, neither dead nor left out."""
         return self._state.alive
+
+    @property
+    def has_run(self) -> frozenset[int]:
+        """Slots whose process belongs to this run."""
+        return self._state.has_run
 
     @property
     def vacant(self) -> frozenset[int]:

@@ -352,7 +352,7 @@ class Supervisor:
 
     def fence(self, rank: int, fenced: Callable[[int], None]) -> None:
         """Kill the rank and all it had started; call `fenced(rank)` once nothing of it is left."""
-        self.fleet.fence(self.ranks[rank], lambda: fenced(rank))
+        self.fleet.fence(self.ranks.get(rank), lambda: fenced(rank))
 
     def rank_lost(self, slot: Slot, failure: str, words: str) -> None:
         """The process of a slot has ended."""

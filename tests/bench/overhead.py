@@ -67,6 +67,7 @@ def main() -> None:
     warm = max(20, args.steps // 10)
     cell = harness.cell(args.model)
     with harness.cluster(args.ranks) as session:
+        session.client.wait_for_engines(args.ranks, timeout=60)  # a client knows them one by one
         view = session.client[:]
         view.block = True
         view.execute(BASELINE)
@@ -78,7 +79,7 @@ def main() -> None:
             return (args.steps - warm) / (times[-1] - times[warm - 1])
 
         def plain() -> float:
-            port = _free_port()
+            port = harness.free_port()
             results = [
                 session.client[rank].apply_async(
                     _call, cell, rank, args.ranks, port, args.steps, args.global_batch, warm,
@@ -98,14 +99,6 @@ def main() -> None:
 
 def _call(*args):
     return baseline(*args)  # noqa: F821  (defined on the engine by BASELINE)
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ def status(*states: str, wanted: int | None = None, problem: str | None = None, 
     ranks = [{"rank": k, "state": state} for k, state in enumerate(states)]
     ranks += [{"rank": None, "state": "spare"}] * spares
     return {"state": "running", "ranks": ranks, "num_ranks": wanted or len(states), "wanted_ranks": wanted or len(states),
+            "world_size": len(states),
             "resize_problem": problem}  # fmt: skip
 
 

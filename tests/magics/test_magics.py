@@ -171,7 +171,9 @@ def test_resize_asks_the_supervisor_and_waits(shell, connection, capsys):
     before = connection.answers["status"]
 
     def status():
-        return before | {"num_ranks": 3, "ranks": before["ranks"][:3]} if "resize" in connection.ops() else before | {"num_ranks": 4}
+        if "resize" not in connection.ops():
+            return before | {"num_ranks": 4}
+        return before | {"num_ranks": 3, "world_size": 3, "ranks": before["ranks"][:3]}
 
     connection.answers["status"] = status
     assert shell.run_cell("%ft_cluster resize -n 3").success

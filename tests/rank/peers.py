@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -164,6 +165,8 @@ def run_ranks(work: Callable[..., Any], num_ranks: int, *args: Any) -> list[Any]
 
     An assertion or any other error in a rank is raised here. No process outlives this call.
     """
+    # IPython, where other tests have started it, puts a module of its own in the place of __main__, without this.
+    sys.modules["__main__"].__dict__.setdefault("__spec__", None)
     processes, ends = [], []
     try:
         for rank in range(num_ranks):
