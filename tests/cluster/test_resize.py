@@ -148,7 +148,7 @@ def test_the_lost_rank_is_beyond_the_new_number(session: ftnb.Session, reference
     target = run.step + 20
     wait_until(lambda: run.step >= target, "the three go on")
     wait_until(
-        lambda: [entry["rank"] for entry in session.status()["ranks"]] == [0, 1, 2], "the one that nobody needs has ended"
+        lambda: [entry["rank"] for entry in session.status()["ranks"]] == [0, 1, 2], "the one that nobody needs has ended", 20
     )
     check_end(finish(run, gate), [3], world_size=3)
     check_books(run, STEPS)
