@@ -19,6 +19,7 @@ def load(supervisor: Supervisor, run: ActiveRun, slot: Slot) -> None:
         run.ask_for_names()
         return
     slot.loaded, slot.phase = f"?{run.name}", "loading"
+    supervisor.office.save_cluster()
     message: dict[str, Any] = {
         "run": run.options["name"], "cell": run.cell, "options": run.options, "cwd": run.cwd,
         "sys_path": run.sys_path, "backend": run.backend, "gpu": slot.gpu, "threads": supervisor.threads,
@@ -50,6 +51,7 @@ def loaded(supervisor: Supervisor, slot: Slot, answer: dict[str, Any]) -> None:
         refuse(run, slot.intended, slot_words(slot) + " does not fit: " + problem, {})
         return
     slot.loaded = run.name
+    supervisor.office.save_cluster()
     run.handle(protocol.SpareReady(slot.intended))
 
 
