@@ -123,6 +123,8 @@ class Adoption:
         supervisor.adoption = None
         if run is not None and not run.is_over:
             self._go_on(run)
+            for slot in fleet.slots():
+                supervisor.drain(slot)  # before anybody asks how far the run is
         else:
             for slot in fleet.ranks.values():
                 if slot.alive and slot.state != "starting":
@@ -132,7 +134,8 @@ class Adoption:
             if slot.process is not None and slot not in fleet.retired:
                 fleet.watch(slot)
         for slot in list(fleet.pool):
-            if slot.loaded is None:
+            has_run_cell = slot.loaded is not None or self._standing.get(slot.key, {}).get("run") is not None
+            if not has_run_cell:
                 continue
             if run is None or run.is_over or slot.loaded != run.name or slot.agent is None:
                 # In the middle of running the cell, whose answer may be lost; or of a run that is over; or silent.

@@ -220,6 +220,7 @@ class Fleet:
                 self._give_up(action.intended, action.reason)
         for slot in [s for s in self.pool if s.state == "spare"]:
             self.offer(slot)
+        self._trim()
         for slot in [s for s in self.retired if s.process is None or not s.process.is_alive()]:
             self._supervisor.drain(slot)  # its last words
             if self._supervisor.going_run is None:
@@ -283,6 +284,20 @@ class Fleet:
                 self._dismiss(slot)
             else:
                 slot.intended = None
+
+    def _trim(self) -> None:
+        """In a run: who was started for a slot that needs nobody any more is a spare, or one too many."""
+        run = self._supervisor.going_run
+        if run is None:
+            return
+        for slot in [s for s in self.pool if s.intended is not None and s.intended not in run.vacant]:
+            slot.intended = None
+        surplus = sum(s.alive for s in self.pool) - self.num_spares - len(run.vacant)
+        for slot in [s for s in reversed(self.pool) if s.alive and s.intended is None][: max(0, surplus)]:
+            ready = slot.loaded == run.name
+            self._dismiss(slot)
+            if ready:
+                run.handle(protocol.SpareLost())
 
     def _put(self, slot: Slot, rank: int) -> None:
         """`slot` fills `rank` from now on."""

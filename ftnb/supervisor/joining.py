@@ -19,6 +19,7 @@ def load(supervisor: Supervisor, run: ActiveRun, slot: Slot) -> None:
         run.ask_for_names()
         return
     slot.loaded, slot.phase = f"?{run.name}", "loading"
+    supervisor.office.save_cluster()
     message: dict[str, Any] = {
         "run": _mark(run), "cell": run.cell, "options": run.options, "cwd": run.cwd,
         "sys_path": run.sys_path, "backend": run.backend, "gpu": slot.gpu, "threads": supervisor.threads,

@@ -263,6 +263,7 @@ class ActiveRun:
     def tick(self) -> None:
         if not self.is_over:
             self.handle(protocol.Tick())
+        if not self.is_over:
             self.flush()
             if self._recorder.problem:
                 self.give_up("failed", f"The files of this run cannot be written ({self._recorder.problem}).")

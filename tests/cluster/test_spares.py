@@ -209,7 +209,8 @@ def test_the_supervisor_is_killed(session: ftnb.Session, reference: Reference, g
     supervisor = session.status()["supervisor_pid"]
     os.kill(supervisor, signal.SIGKILL)
     wait_until(lambda: session.status()["supervisor_pid"] != supervisor, "a successor")
-    wait_until(lambda: run.info()["num_spares"] == 1, "the spare is still there")
+    with comings.said_of(session, run):
+        wait_until(lambda: run.info()["num_spares"] == 1, "the spare is still there", 30)
     kill(session, 3)
     wait_joined(session, run, 1)
     assert pids_of(session)[3] == spare.pid
