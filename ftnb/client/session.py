@@ -59,8 +59,12 @@ class Session:
         self._lock = threading.RLock()
         self._stopped = False
         self._num_ranks, self._num_ranks_at = 0, 0.0
-        # Long enough for a supervisor that hangs to be replaced meanwhile.
-        self.hello = self.request("hello", timeout_s=60)
+        try:
+            # Long enough for a supervisor that hangs to be replaced meanwhile.
+            self.hello = self.request("hello", timeout_s=60)
+        except BaseException:
+            connection.close()  # or it would keep the cluster, of which nobody has a session, alive
+            raise
         self.name: str = self.hello["name"]
 
     # Start and end

@@ -123,8 +123,6 @@ class Adoption:
         supervisor.adoption = None
         if run is not None and not run.is_over:
             self._go_on(run)
-            for slot in fleet.slots():
-                supervisor.drain(slot)  # before anybody asks how far the run is
         else:
             for slot in fleet.ranks.values():
                 if slot.alive and slot.state != "starting":

@@ -403,6 +403,7 @@ class Fleet:
 
     def _succeeded(self, rank: int) -> None:
         self._keeper = keeper.succeeded(self._keeper, rank)
+        self.given_up.pop(rank, None)
 
     def _prove(self) -> None:
         """A replacement that has done some steps counts as a success."""

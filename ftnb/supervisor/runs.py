@@ -152,7 +152,7 @@ class ActiveRun:
         for rank, number in unfenced.items():
             for _ in range(number):
                 self._supervisor.fleet.fence_former(rank, self._fenced)
-        for slot in self._supervisor.fleet.slots():  # also what the dead have reported, before they count as lost
+        for slot in self._supervisor.fleet.slots():  # what the dead have reported, too, before they count as lost
             self._supervisor.drain(slot)
         for rank in sorted(self._state.has_run - standing.keys()):
             if not self._supervisor.fleet.is_alive(rank):

@@ -305,7 +305,9 @@ class Supervisor:
         """An engine that a profile's launcher has started tells its pid itself."""
         slot = self.fleet.by_key(message.get("key", ""))
         process = proc.ProcessId(pid, message["started"])
-        if slot is None or slot.process is not None or message["host"] != platform.node() or not process.is_alive():
+        if slot is None or slot in self.fleet.retired or slot.process is not None:
+            return None
+        if message["host"] != platform.node() or not process.is_alive():
             return None
         slot.process = process
         self.fleet.note_process(slot)
