@@ -68,17 +68,20 @@ class Office:
         """Everything that a successor needs, but for the run."""
         supervisor = self._supervisor
         engines, fleet = supervisor.engines, supervisor.fleet
-        if engines is None and supervisor.recorded is not None:
-            return  # nothing is taken over yet: what the predecessor wrote still holds
         if supervisor.is_stopping:
+            return
+        in_charge = {"term": supervisor.term, "supervisor": {"pid": self.me.pid, "started": self.me.started}}
+        if supervisor.recorded is not None and (engines is None or supervisor.adoption is not None):
+            # Nothing is taken over yet: what the predecessor wrote still holds, except for who it is.
+            self._write(CLUSTER_FILE, {**supervisor.recorded, **in_charge, "ports": supervisor.ports})
             return
         for what, process in engines.processes() if engines else []:
             if process not in self._noted:
                 self._noted.add(process)
                 self.records.note(what, process)
         cluster = {
-            "version": ftnb.__version__, "name": supervisor.name, "token": self.token, "term": supervisor.term,
-            "state": supervisor.state, "supervisor": {"pid": self.me.pid, "started": self.me.started},
+            "version": ftnb.__version__, "name": supervisor.name, "token": self.token, "state": supervisor.state,
+            **in_charge,
             "options": {**supervisor.options, "num_ranks": fleet.num_ranks, "num_spares": fleet.num_spares},
             "keys": supervisor.keys, "ports": supervisor.ports,
             "engines": engines.record() if engines else None, "fleet": fleet.record(),

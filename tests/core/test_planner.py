@@ -484,7 +484,7 @@ def test_pause_then_kill_then_unpause():
     for _ in range(20):
         world.round()
     assert {rank.committed for rank in world.ranks if not rank.dead} == {step}
-    assert world.kinds() == ["paused", *RECOVERY, "paused"]
+    assert world.kinds() == ["paused", *RECOVERY], "it is said once that it is paused"
     world.unpause()
     assert world.drain().state == "finished"
     assert world.kinds()[-1] == "unpaused"
