@@ -539,7 +539,8 @@ class Fleet:
             if slot.state == "spare":
                 self.offer(slot)
 
-    def run_ended(self, vacant: frozenset[int]) -> None:
+    def run_ended(self, vacant: frozenset[int], members: frozenset[int]) -> None:
+        self._let_leave(members)
         for slot in self.ranks.values():
             slot.fault_time = slot.joined_step = None
         for slot in self.pool:
@@ -548,6 +549,24 @@ class Fleet:
                 self.tell(slot, "drop")
         self.vacant = {r for r in vacant if r not in self.ranks or not self.ranks[r].usable}
         self.tick()
+
+    def _let_leave(self, members: frozenset[int]) -> None:
+        """The run is over before it came to a step boundary at which those could leave that are too many.
+
+        If nobody else holds the trained weights (all who stay came too late), one of them takes a slot that stays.
+        """
+        leaving = [rank for rank in sorted(self.ranks) if rank >= self.num_ranks]
+        holders = [rank for rank in sorted(members) if rank in self.ranks and self.ranks[rank].usable]
+        if holders and holders[0] in leaving:
+            slot = self.ranks.pop(holders[0])
+            leaving.remove(holders[0])
+            free = [r for r in range(self.num_ranks) if r not in self.ranks or not self.ranks[r].usable]
+            place = free[0] if free else 0
+            if not free:
+                self.release((place,))
+            self._put(slot, place)
+        self.release(tuple(leaving))
+        self.notify()
 
     def tell(self, slot: Slot, op: str, **fields: Any) -> None:
         self._supervisor.tell(slot, op, **fields)

@@ -34,9 +34,13 @@ def _or_remember(method: Callable[..., None]) -> Callable[..., None]:
         try:
             method(self, *args)
         except OSError as error:
-            self.problem = self.problem or f"{error.strerror}: {error.filename or self.directory}"
+            self.problem = self.problem or _in_words(error, self.directory)
 
     return guarded
+
+
+def _in_words(error: OSError, directory: Path) -> str:
+    return f"{error.strerror}: {error.filename or directory}"
 
 
 class Kept(NamedTuple):
@@ -52,14 +56,19 @@ class Recorder:
     `problem`: why something could not be written, in words, or None.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, problem: str | None = None) -> None:
         self.directory = directory
-        self.problem: str | None = None
+        self.problem = problem
+        self._logs: dict[int, TextIO] = {}
+        if problem is not None:  # there is nothing to write to
+            nowhere = Path(os.devnull)
+            self._events = nowhere.open("ab", buffering=0)
+            self._metrics, self._ledger = nowhere.open("a"), nowhere.open("a")
+            return
         (directory / "logs").mkdir(exist_ok=True)
         self._events = (directory / "events.jsonl").open("ab", buffering=0)
         self._metrics = self._open("metrics.jsonl")
         self._ledger = self._open("ledger.jsonl")
-        self._logs: dict[int, TextIO] = {}
 
     @classmethod
     def reopen(cls, directory: Path, events_size: int, pending: list[dict[str, Any]]) -> tuple[Recorder, Kept]:
@@ -67,7 +76,17 @@ class Recorder:
 
         `events_size` and `pending`: how long the events file was, and which events were about to be written. Half
         lines are cut off, and metrics and ledger to the same number of lines: the ranks keep what is missing.
+        Files that are gone or that somebody has changed are a `problem` of this run, and must be nobody else's.
         """
+        try:
+            return cls._reopen(directory, events_size, pending)
+        except OSError as error:
+            return cls(directory, _in_words(error, directory)), Kept([], [])
+        except ValueError as error:
+            return cls(directory, f"{directory} holds lines that ftnb has not written: {error}"), Kept([], [])
+
+    @classmethod
+    def _reopen(cls, directory: Path, events_size: int, pending: list[dict[str, Any]]) -> tuple[Recorder, Kept]:
         events = _whole_lines(directory / "events.jsonl", events_size)
         metrics, ledger = (_whole_lines(directory / f"{name}.jsonl") for name in ("metrics", "ledger"))
         rows = min(len(metrics), len(ledger))

@@ -122,7 +122,8 @@ async def prepare_weights(supervisor: Supervisor, run: str | None = None, **_: A
     active = the_run(supervisor, run)
     if active is not supervisor.run:
         raise RunError(f"The ranks hold another run's weights by now ({supervisor.run and supervisor.run.name!r}).")
-    for rank in active.members:
+    others = [rank for rank in sorted(supervisor.ranks) if rank not in active.members]  # who has moved to another slot
+    for rank in [*active.members, *others]:
         if rank not in supervisor.ranks or not supervisor.ranks[rank].usable:
             continue
         future = supervisor.weights.get(rank)

@@ -149,11 +149,12 @@ class ActiveRun:
         self.emit("supervisor_started", reason)
         unfenced = dict(self._state.unfenced)
         self.handle(protocol.Adopted(standing))
+        # What the ranks have reported comes into the books first: they may be closed below, when the run is over.
+        for slot in self._supervisor.fleet.slots():
+            self._supervisor.drain(slot)
         for rank, number in unfenced.items():
             for _ in range(number):
                 self._supervisor.fleet.fence_former(rank, self._fenced)
-        for slot in self._supervisor.fleet.slots():  # what the dead have reported, too, before they count as lost
-            self._supervisor.drain(slot)
         for rank in sorted(self._state.has_run - standing.keys()):
             if not self._supervisor.fleet.is_alive(rank):
                 self.rank_died(rank, "unknown", "it ended while there was no supervisor", time.time())

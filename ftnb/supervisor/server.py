@@ -522,7 +522,7 @@ class Supervisor:
             raise RunError("The training was called off before the ranks had run the cell.")
 
     def run_ended(self, run: ActiveRun) -> None:
-        self.fleet.run_ended(run.vacant)
+        self.fleet.run_ended(run.vacant, run.living)
 
     def resize_problem(self) -> str | None:
         """Why the cluster does not get to the number of ranks that is wanted."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import comings
@@ -14,6 +15,7 @@ from cluster_tools import (
     SAME_F64,
     Reference,
     assert_same,
+    cell_with_trouble,
     check_books,
     check_report,
     losses_of,
@@ -195,6 +197,41 @@ def test_a_rank_dies_while_it_is_to_leave(session: ftnb.Session, reference: Refe
     assert report.ok and report.state == "finished" and report.world_size_end == 3, str(report)
     check_books(run, STEPS)
     assert_same(losses_of(run), reference.losses, SAME_F64)
+
+
+def test_too_late_to_leave(session: ftnb.Session, reference: Reference, gate: Gate) -> None:
+    """The run has no step boundary left at which they could leave: they leave when it is over."""
+    last = f"calls < 3 or [time.sleep(0.01) for _ in iter(lambda: {gate.statement.split(' or ')[0]}, True)]"
+    run = session.train(cell_with_trouble(last), steps=3, global_batch=GLOBAL_BATCH, names={}, show=lambda text: None)
+    wait_until(lambda: run.step == 2, "all are in the last step")
+    with ThreadPoolExecutor() as pool:
+        resized = pool.submit(resize, session, 2)
+        wait_until(lambda: session.status()["wanted_ranks"] == 2, "the supervisor has heard of it")
+        check_end(finish(run, gate), [])
+        resized.result(60)
+    assert [entry["rank"] for entry in session.status()["ranks"]] == [0, 1]
+    trains_with(session, reference, 2)
+
+
+def test_only_one_that_should_have_left_holds_the_weights(
+    session: ftnb.Session, reference: Reference, gate: Gate, tmp_path: Path
+) -> None:
+    """The replacement of the one that stays has come too late: whoever has the weights takes its slot."""
+    slow = tmp_path / "slow"
+    loading = f"import os, time\nwhile os.path.exists({str(slow)!r}): time.sleep(0.01)\n"
+    run = comings.start(session, loading + gate.cell)
+    slow.touch()
+    kill(session, 0)
+    wait_until(lambda: count(run, "recovered"), "recovered")
+    with ThreadPoolExecutor() as pool:
+        resized = pool.submit(resize, session, 1)
+        wait_until(lambda: session.status()["world_size"] == 1, "the others have left")
+        check_end(finish(run, gate), [0], world_size=1)
+        resized.result(60)
+    slow.unlink()
+    assert [entry["rank"] for entry in session.status()["ranks"]] == [0]
+    assert_same(run.state_dict()["2.bias"].tolist(), reference.model.state_dict()["2.bias"].tolist(), SAME_F64)
+    trains_with(session, reference, 1)
 
 
 def test_what_is_refused_changes_nothing(session: ftnb.Session, reference: Reference, gate: Gate) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import threading
 import time
@@ -308,6 +309,28 @@ def test_the_run_ends_while_nobody_is_in_charge(session: ftnb.Session, reference
     check_report(again.wait(timeout_s=60), [])
 
 
+def test_the_run_has_ended_before_anybody_is_in_charge(
+    session: ftnb.Session, reference: Reference, gate: Gate, tmp_path: Path
+) -> None:
+    """Then all that a successor hears of the last steps is what it finds in shared memory."""
+    steps = 60
+    last = f"calls == {steps} and open('{tmp_path}/' + str(rank), 'w').close()"
+    run = comings.start(session, cell_with_trouble(f"{gate.statement}; {last}"), steps)
+    supervisor = supervisor_of(session)
+    assert supervisor.signal(signal.SIGSTOP)
+    try:
+        gate.open()
+        wait_until(lambda: all((tmp_path / str(rank)).exists() for rank in range(NUM_RANKS)), "all did the last step")
+        time.sleep(0.5)  # and have said so, or nearly: it has to be right in any case
+    finally:
+        supervisor.signal(signal.SIGKILL)
+    report = run.wait(timeout_s=60)
+    check_end(report, [])
+    check_books(run, steps)
+    assert_same(losses_of(run), reference.losses[:steps], SAME_F64)
+    assert kinds_of(run) == ["run_started", "supervisor_started", "run_finished"]
+
+
 def test_an_exception_while_nobody_is_in_charge(session: ftnb.Session, reference: Reference, gate: Gate) -> None:
     """Every rank raises, and there is nobody to tell: the successor hears of it, and the run ends with its reason."""
     run = comings.start(session, cell_with_trouble(f"{gate.statement}\n    if os.path.exists({str(gate.path)!r}): 1 / 0"))
@@ -343,3 +366,31 @@ def test_killed_while_the_ranks_run_the_cell(session: ftnb.Session, reference: R
     run = session.train(CELL, steps=20, global_batch=GLOBAL_BATCH, names={})
     check_report(run.wait(timeout_s=60), [])
     assert_same(losses_of(run), reference.losses[:20], SAME_F64)
+
+
+def test_the_directory_of_an_earlier_run_is_gone(session: ftnb.Session, reference: Reference) -> None:
+    """That it was removed, or that somebody has written into it, is no reason to give up a cluster."""
+    for spoil in (shutil.rmtree, lambda directory: (directory / "metrics.jsonl").write_text("no JSON\n")):
+        run = session.train(CELL, steps=8, global_batch=GLOBAL_BATCH, names={}, show=lambda text: None)
+        run.wait(timeout_s=60)
+        ranks = pids_of(session)
+        spoil(run.directory)
+        wait_successor(session, kill_supervisor(session))
+        assert (session.run.name, session.run.state) == (run.name, "finished")
+        assert pids_of(session) == ranks
+    again = session.train(CELL, steps=8, global_batch=GLOBAL_BATCH, names={}, show=lambda text: None)
+    check_report(again.wait(timeout_s=60), [])
+
+
+def test_the_directory_of_the_run_is_gone(session: ftnb.Session, gate: Gate) -> None:
+    """The run ends with a reason; its weights, and the cluster, are there."""
+    run = comings.start(session, gate.cell)
+    ranks = pids_of(session)
+    shutil.rmtree(run.directory)
+    wait_successor(session, kill_supervisor(session))
+    wait_until(lambda: session.run.state == "failed", "it has ended")
+    says(session.run.info()["reason"], "cannot be written", "No such file", str(run.directory))
+    assert session.run.state_dict().keys() == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    again = session.train(CELL, steps=8, global_batch=GLOBAL_BATCH, names={}, show=lambda text: None)
+    check_report(again.wait(timeout_s=60), [])
+    assert pids_of(session) == ranks
