@@ -214,13 +214,15 @@ class ActiveRun:
             self.flush()  # the books of the last generation, before it is on record that they are closed
         if actions or self._state.phase != before.phase or not isinstance(event, _TOLD_AGAIN):
             self.save()
-        for action in actions:
-            if not isinstance(action, _INWARD):
-                self._carry_out(action)
-        if self.is_over and not was_over:
-            self._let_go()
-        if actions:
-            self.notify()
+        try:
+            for action in actions:
+                if not isinstance(action, _INWARD):
+                    self._carry_out(action)
+        finally:
+            if self.is_over and not was_over:
+                self._let_go()
+            if actions:
+                self.notify()
 
     def fetched(self, record: list[Any]) -> None:
         _, generation, step, rank, samples, digest, loss, weight, scalars = record
