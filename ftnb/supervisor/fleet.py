@@ -418,9 +418,23 @@ class Fleet:
     # --- the end of a process
 
     def _exited(self, slot: Slot, pid: int, status: int | None) -> None:
+        """The event loop calls this, and would do no more about an error than to log it."""
+        try:
+            self._gone(slot, pid, status)
+        except Exception as error:
+            log.exception("internal error at the end of %s", slot.key)
+            if self._fills_slot(slot):  # the run would wait for it for ever
+                self._supervisor.own_fault(error)
+
+    def _fills_slot(self, slot: Slot) -> bool:
+        return slot.rank is not None and self.ranks.get(slot.rank) is slot
+
+    def _gone(self, slot: Slot, pid: int, status: int | None) -> None:
         # Pid 0: the command of a profile's launcher has ended. That matters only if no engine has come from it.
-        if slot in self.retired or pid != (slot.process.pid if slot.process is not None else 0):
+        if pid != (slot.process.pid if slot.process is not None else 0):
             return
+        if slot not in self.pool and not self._fills_slot(slot):
+            return  # retired
         failure, words = proc.describe_exit(status)
         if pid == 0:
             words = f"the command of the profile's launcher ended before an engine came from it: {words}"

@@ -124,7 +124,6 @@ class Supervisor:
         self.office.save_cluster()
         paths.write_private(self.connection_file, connection.to_json())
         loop = asyncio.get_running_loop()
-        loop.set_exception_handler(self._callback_failed)
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, self.stop, f"the supervisor got {signal.Signals(signum).name}")
         for work in (
@@ -155,12 +154,6 @@ class Supervisor:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()):
             log.error("internal error", exc_info=error)
-
-    def _callback_failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """What the event loop calls (a timer, the end of a process) has raised: whatever it was to do is not done."""
-        loop.default_exception_handler(context)
-        if "handle" in context and isinstance(error := context.get("exception"), Exception):
-            self.own_fault(error)
 
     def stop(self, reason: str) -> None:
         self.stop_reason = self.stop_reason or reason

@@ -229,7 +229,7 @@ def test_only_one_that_should_have_left_holds_the_weights(
         check_end(finish(run, gate), [0], world_size=1)
         resized.result(60)
     slow.unlink()
-    assert [entry["rank"] for entry in session.status()["ranks"]] == [0]
+    wait_until(lambda: [entry["rank"] for entry in session.status()["ranks"]] == [0], "the replacement has ended", 20)
     assert_same(run.state_dict()["2.bias"].tolist(), reference.model.state_dict()["2.bias"].tolist(), SAME_F64)
     trains_with(session, reference, 1)
 
