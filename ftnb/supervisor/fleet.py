@@ -293,7 +293,8 @@ class Fleet:
         for slot in [s for s in self.pool if s.intended is not None and s.intended not in run.vacant]:
             slot.intended = None
         surplus = sum(s.alive for s in self.pool) - self.num_spares - len(run.vacant)
-        for slot in [s for s in reversed(self.pool) if s.alive and s.intended is None][: max(0, surplus)]:
+        nobodys = [s for s in reversed(self.pool) if s.alive and s.intended is None and s.process is not None]
+        for slot in nobodys[: max(0, surplus)]:
             ready = slot.loaded == run.name
             self._dismiss(slot)
             if ready:
@@ -418,7 +419,9 @@ class Fleet:
 
     def _exited(self, slot: Slot, pid: int, status: int | None) -> None:
         # Pid 0: the command of a profile's launcher has ended. That matters only if no engine has come from it.
-        if slot in self.retired or pid != (slot.process.pid if slot.process is not None else 0):
+        if slot not in self.pool and slot not in self.ranks.values():
+            return  # it was let go
+        if pid != (slot.process.pid if slot.process is not None else 0):
             return
         failure, words = proc.describe_exit(status)
         if pid == 0:
