@@ -293,7 +293,8 @@ class Fleet:
         for slot in [s for s in self.pool if s.intended is not None and s.intended not in run.vacant]:
             slot.intended = None
         surplus = sum(s.alive for s in self.pool) - self.num_spares - len(run.vacant)
-        for slot in [s for s in reversed(self.pool) if s.alive and s.intended is None][: max(0, surplus)]:
+        nobodys = [s for s in reversed(self.pool) if s.alive and s.intended is None and s.process is not None]
+        for slot in nobodys[: max(0, surplus)]:
             ready = slot.loaded == run.name
             self._dismiss(slot)
             if ready:

@@ -20,7 +20,7 @@ SILENT_S = 2.0
 _LIVING = ("starting", "idle", "training", "suspect", "spare", "joining")
 
 
-@dataclass
+@dataclass(eq=False)
 class Slot:
     """One engine process; `state` as in the design (starting, idle, training, …), or "leaving"."""
 

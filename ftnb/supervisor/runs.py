@@ -480,6 +480,8 @@ class ActiveRun:
             return "paused"
         if self._state.incident is not None:
             return "recovering"
+        if self._state.hold_why == "pause" and self._state.paused_at is not None:
+            return "paused"  # somebody joins or leaves meanwhile
         if self.step == 0 and self._state.phase != "training":
             return "starting"
         return "running"  # also while somebody joins or leaves on purpose
