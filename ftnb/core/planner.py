@@ -486,6 +486,27 @@ def _rank_formed(now: float, state: State, event: RankFormed) -> tuple[State, li
     restored_at = max(f.restored_at for f in state.formed.values())
     if state.incident:
         state = replace(state, incident=replace(state.incident, formed=formed_at, restored=restored_at))
+    state, actions = _stands(state)
+    if state.hold_why == "pause" and state.first_step > state.total_steps:
+        state = replace(state, hold_why=None)
+    # A wish that came after the Go was kept until here: a rank may take its Go in later than a hold or a
+    # release that was sent after it, and would then forget the newer order.
+    if state.hold_why and state.hold_after is None:
+        state, more = _send_hold(state, state.committed + 2)
+        actions += more
+    elif not state.hold_why and state.hold_after is not None:
+        state = replace(state, held=frozenset())
+        actions.append(SendRelease(state.members))
+    early, state = state.early_commits, replace(state, early_commits=())
+    for commit in early:
+        state, more = _step_committed(now, state, commit)
+        actions += more
+    state, more = _want_change(state)
+    return state, actions + more
+
+
+def _stands(state: State) -> tuple[State, list[Action]]:
+    """All members of the generation have formed their group."""
     state = replace(state, phase="training")
     actions: list[Action] = []
     if state.generation > 1:
@@ -507,22 +528,7 @@ def _rank_formed(now: float, state: State, event: RankFormed) -> tuple[State, li
         for rank in sorted(state.newcomers)
     ]
     state = replace(state, newcomers=frozenset())
-    if state.hold_why == "pause" and state.first_step > state.total_steps:
-        state = replace(state, hold_why=None)
-    # A wish that came after the Go was kept until here: a rank may take its Go in later than a hold or a
-    # release that was sent after it, and would then forget the newer order.
-    if state.hold_why and state.hold_after is None:
-        state, more = _send_hold(state, state.committed + 2)
-        actions += more
-    elif not state.hold_why and state.hold_after is not None:
-        state = replace(state, held=frozenset())
-        actions.append(SendRelease(state.members))
-    early, state = state.early_commits, replace(state, early_commits=())
-    for commit in early:
-        state, more = _step_committed(now, state, commit)
-        actions += more
-    state, more = _want_change(state)
-    return state, actions + more
+    return state, actions
 
 
 def _step_committed(now: float, state: State, event: StepCommitted) -> tuple[State, list[Action]]:
@@ -722,6 +728,12 @@ def _adopted(now: float, state: State, event: Adopted) -> tuple[State, list[Acti
     state = _unfence(state, missing, silently=True)
     actions: list[Action] = [Kill(rank, "its slot is to be filled anew") for rank in sorted(missing)]
     standing = [event.standing[rank] for rank in state.members if rank in event.standing]
+    if state.phase == "forming" and any(
+        s.generation == state.generation and s.committed >= state.first_step for s in standing
+    ):
+        # They could not tell it to anybody; a commit needs all of them.
+        state, stands = _stands(replace(state, early_commits=()))
+        actions += stands
     stages = ("held",) if state.paused else ("training", "finished")
     if (
         state.phase == "training"

@@ -137,6 +137,8 @@ def build_report(
     history = [line for line in history if line["step"] <= steps]
     audit = _audit(run, [line for line in ledger_history if line["step"] <= steps], steps)
     problems = list(audit.problems)
+    if silent := _silent(ledger_history, events):
+        problems.append(f"{_steps_text(silent)}: not reported by ranks that were never lost")
     notes = list(audit.notes)
     if successors := sum(event["kind"] == "supervisor_started" for event in events):
         notes.append(f"the supervisor was lost and replaced {'once' if successors == 1 else f'{successors} times'}")
@@ -290,6 +292,15 @@ def _audit(run: Mapping[str, Any], lines: Sequence[Mapping[str, Any]], last_step
             position = max(position, stop)
         audit.missed += max(0, expected - position)
     return audit
+
+
+def _silent(ledger: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]]) -> set[int]:
+    """Steps whose share somebody did not report who was not lost in that generation: reports have been missed."""
+    lost = {(str(event.get("rank")), event["generation"]) for event in events if event["kind"] == "rank_failed"}
+    return {
+        line["step"] for line in ledger for rank in line.get("unreported", ())
+        if (str(rank), line["generation"]) not in lost
+    }
 
 
 def _covered_by_digest(line: Mapping[str, Any]) -> tuple[list[tuple[int, int]] | None, int]:

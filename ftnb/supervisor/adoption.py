@@ -109,6 +109,7 @@ class Adoption:
         fleet.restore(self._recorded["fleet"])
         fleet.end_retired()
         await self._ask()
+        fleet.discard_unborn()
         for slot in fleet.slots():
             if (standing := self._standing.get(slot.key)) is not None:
                 slot.phase, slot.host = standing["phase"], standing["host"]

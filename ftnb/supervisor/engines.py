@@ -141,8 +141,7 @@ class Engines:
         return self._controller.process
 
     def _start_fork_server(self, delay_s: float = 0.0) -> None:
-        own_launcher = self._profile is not None and self._profile.has_launcher
-        if not own_launcher and os.environ.get("FTNB_FORK_SERVER") != "0":
+        if not self.own_launcher and os.environ.get("FTNB_FORK_SERVER") != "0":
             self._forks.start(delay_s)
 
     # --- engines
@@ -182,6 +181,17 @@ class Engines:
         engine.pid, engine.started = process.pid, process.started
         self.watch(process, on_exit)
         return process
+
+    @property
+    def own_launcher(self) -> bool:
+        """Whether a profile's launcher starts the engines, so that their pids are not known at first."""
+        return self._profile is not None and self._profile.has_launcher
+
+    def discard(self, key: str) -> None:
+        """End an engine whose start was not completed by an earlier supervisor: nobody has noted its pid."""
+        if (engine := self._engines.pop(key, None)) is not None:
+            for process in self._marked(f"FTNB_ENGINE={engine.token}"):
+                process.signal(signal.SIGKILL)
 
     def watch(self, process: proc.ProcessId, on_exit: OnExit, key: str | None = None) -> None:
         """Call `on_exit(pid, status)` when the process ends; status is None for one that is no child of ours.

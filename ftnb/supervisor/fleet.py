@@ -234,9 +234,20 @@ class Fleet:
             return self.vacant
         return set() if run.no_joining else set(run.vacant)
 
+    def discard_unborn(self) -> None:
+        """Processes that an earlier supervisor was about to start when it died: they are started anew."""
+        assert self.engines is not None
+        for slot in [s for s in self.pool if s.process is None and not self.engines.own_launcher]:
+            self.pool.remove(slot)
+            self.engines.discard(slot.key)
+            if slot.ring is not None:
+                slot.ring.close()
+
     async def _start_pooled(self, slot: Slot) -> None:
         try:
             await self._launch(slot)
+            if slot.rank is None and slot not in self.pool:
+                self.kill_slot(slot)  # meanwhile it was given up, or is not wanted any more
         except Exception as error:
             log.exception("an engine could not be started")
             slot.state, slot.problem = "failed", f"{type(error).__name__}: {error}"

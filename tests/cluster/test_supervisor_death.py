@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
 import threading
@@ -33,7 +34,7 @@ from shared_cluster import SharedCluster
 
 import ftnb
 from ftnb.errors import ClusterError
-from ftnb.wire import client, proc
+from ftnb.wire import client, paths, proc
 
 SUCCESSOR_LIMIT_S = 60.0
 ADOPTED = ("kill", "unknown")  # the exit status of a rank that was adopted is told to nobody
@@ -210,6 +211,34 @@ def test_killed_while_a_replacement_starts(session: ftnb.Session, reference: Ref
     wait_joined(session, run, 1)
     go_on(run)
     check_all(run, gate, reference, [3])
+
+
+def test_killed_before_it_could_start_a_replacement(
+    cluster: SharedCluster, session: ftnb.Session, reference: Reference, gate: Gate
+) -> None:
+    """The replacement is on record, but nothing of it is there yet: it waits for the fork server."""
+    run = comings.start(session, gate.cell)
+    (server,) = fork_servers(cluster)
+    assert server.signal(signal.SIGKILL)
+    wait_until(lambda: fork_servers(cluster) - {server}, "another fork server is being started")
+    kill(session, 3)
+    wait_until(lambda: entry_of(session, 3)["state"] == "starting", "a replacement is on its way", every_s=0.002)
+    kill(session, 2)  # so that all of this is put on record
+    wait_until(lambda: {"intended": 3, "pid": None} in unborn(session), "it is on record")
+    wait_successor(session, kill_supervisor(session))
+    wait_joined(session, run, 2)
+    go_on(run)
+    check_all(run, gate, reference, [2, 3])
+
+
+def fork_servers(cluster: SharedCluster) -> set[proc.ProcessId]:
+    return {p for p in cluster.census.take() if "ftnb.rank.forkserver" in command_line(p.pid) and p.is_alive()}
+
+
+def unborn(session: ftnb.Session) -> list[dict[str, object]]:
+    """Those of the pool that are on record and have no process yet."""
+    slots = json.loads((paths.cluster_dir(session.name) / "cluster.json").read_text())["fleet"]["slots"]
+    return [{"intended": s["intended"], "pid": None} for s in slots if s["place"] == "pool" and s["pid"] is None]
 
 
 def test_killed_while_idle(session: ftnb.Session, reference: Reference) -> None:

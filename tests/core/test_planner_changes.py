@@ -307,6 +307,21 @@ def test_a_generation_that_had_not_begun_is_begun_anew(events):
     assert only(SendRegroup, actions) == SendRegroup(3, (0, 2))
 
 
+def test_a_generation_whose_first_steps_nobody_heard_of_stands():
+    """It has lines in the books, so the events name it. A commit proves that all of it were there."""
+    before, _ = play(in_training(), SpareReady(), died(1), RankFenced(1), *[RankReady(r, 2, 4) for r in (0, 2)])
+    before, _ = play(before, RankReady(1, 2, -1), RankFormed(2, 2, 52.0, 52.0), StepCommitted(2, 2, 5, 53.0))
+    assert before.phase == "forming" and before.first_step == 5
+    there = {0: Standing(2, "training", 7), 1: Standing(2, "finished", 8), 2: Standing(2, "training", 7)}
+    state, actions = play(before, Adopted(there))
+    assert kinds(actions) == ["regrouped", "rank_joined"] and only(SendRelease, actions).ranks == (0, 1, 2)
+    assert (state.phase, state.generation, state.newcomers) == ("training", 2, frozenset())
+    assert kinds(play(state, StepCommitted(0, 2, 6, 54.0))[1]) == ["recovered"]
+    _, actions = play(before, Adopted({**there, 2: Standing(2, "waiting", 6)}))
+    assert kinds(actions) == ["regrouped", "rank_joined", "regroup_started"]
+    assert only(SendRegroup, actions) == SendRegroup(3, (0, 1, 2))
+
+
 def test_the_spares_are_counted_anew():
     state, _ = play(in_training(), SpareReady(), SpareReady())
     state, _ = play(state, Adopted(standing(state)), SpareReady())

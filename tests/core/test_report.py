@@ -239,7 +239,7 @@ def test_the_batch_of_another_step():
 def test_shares_that_a_dead_rank_did_not_report():
     metrics, ledger = train([((0, 1, 2, 3), 3), ((0, 1, 3), 8)], silent={(3, 1)})
     assert (ledger[2]["shares_reported"], ledger[2]["unreported"]) == ("3/4", [1])
-    report = build_report(run_json(8), [], metrics, ledger)
+    report = build_report(run_json(8), [failed(1, 4)], metrics, ledger)
     assert report.ok
     assert (report.samples_used, report.samples_missed, report.samples_unverified) == (60, 0, 2)
     assert report.notes == [
@@ -247,9 +247,13 @@ def test_shares_that_a_dead_rank_did_not_report():
         "counted as used, not verified"
     ]
     # What the others reported is checked all the same.
-    ledger[2] = ledger[2] | {"digest": "1" * 16}
-    report = build_report(run_json(8), [], metrics, ledger)
+    damaged = [*ledger[:2], ledger[2] | {"digest": "1" * 16}, *ledger[3:]]
+    report = build_report(run_json(8), [failed(1, 4)], metrics, damaged)
     assert "digest mismatch" in report.problems[0]
+    # A rank that lives reports what it does: else reports have been missed.
+    for events in ([], [failed(2, 4)], [failed(1, 4) | {"generation": 2}]):
+        report = build_report(run_json(8), events, metrics, ledger)
+        assert report.problems == ["step 3: not reported by ranks that were never lost"] and not report.ok
 
 
 def test_partly_reported_shares_without_names_are_not_verified():
@@ -337,7 +341,7 @@ class _Texts(HTMLParser):
 
 
 def test_html_is_well_formed_escaped_and_says_the_same_as_the_text():
-    metrics, ledger = train([((0, 1, 2, 3), 4), ((0, 1, 3), 8)], silent={(3, 1)})
+    metrics, ledger = train([((0, 1, 2, 3), 4), ((0, 1, 3), 8)], silent={(3, 2)})
     ledger[5] = ledger[5] | {"digest": "0" * 16}
     evil = "<script>alert('x')</script> & \"more\"\nsecond line"
     events = [failed(2, 5) | {"reason": evil}, recovered([2], 5), finished() | {"reason": evil}]
@@ -389,7 +393,8 @@ def test_any_history_with_deaths_passes_and_any_damage_is_found(lengths, data):
         generations.append((tuple(range(lost, 4)), last))
     silent = data.draw(st.sets(st.tuples(st.integers(1, 20), st.integers(0, 3)), max_size=4))
     metrics, ledger = train(generations, silent)
-    report = build_report(run_json(last), [finished()], metrics, ledger)
+    deaths = [failed(rank, 1) | {"generation": number} for rank in range(4) for number in range(1, 1 + len(lengths))]
+    report = build_report(run_json(last), [*deaths, finished()], metrics, ledger)
     assert report.ok, report.problems
     assert report.samples_used == report.samples_expected
     if not ledger:
