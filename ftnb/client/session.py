@@ -45,6 +45,10 @@ _sessions: dict[str, Session] = {}
 _sessions_lock = threading.Lock()
 
 
+# States of a rank in which it can be looked into with `%%px`.
+_AT_WORK = ("idle", "training", "suspect")
+
+
 class Session:
     """A connection to a cluster. Also a context manager, which stops the cluster at its end."""
 
@@ -55,8 +59,12 @@ class Session:
         self._lock = threading.RLock()
         self._stopped = False
         self._num_ranks, self._num_ranks_at = 0, 0.0
-        # Long enough for a supervisor that hangs to be replaced meanwhile.
-        self.hello = self.request("hello", timeout_s=60)
+        try:
+            # Long enough for a supervisor that hangs to be replaced meanwhile.
+            self.hello = self.request("hello", timeout_s=60)
+        except BaseException:
+            connection.close()  # or it would keep the cluster, of which nobody has a session, alive
+            raise
         self.name: str = self.hello["name"]
 
     # Start and end
@@ -209,7 +217,21 @@ class Session:
                 import ipyparallel
 
                 self._client = ipyparallel.Client(str(path))
+                self.wait_registered(self._client)
             return self._client
+
+    def wait_registered(self, client: ipyparallel.Client, limit_s: float = 10.0) -> dict[int, int]:
+        """Wait until ipyparallel knows all ranks (they train before it does); returns {rank: engine id} of those."""
+        deadline = time.monotonic() + limit_s
+        while True:
+            engines = {
+                entry["rank"]: entry["engine"] for entry in self.status()["ranks"]
+                if entry["rank"] is not None and entry["state"] in _AT_WORK
+            }  # fmt: skip
+            known = set(client.ids)
+            if known.issuperset(engines.values()) or time.monotonic() > deadline:
+                return {rank: engines[rank] for rank in sorted(engines) if engines[rank] in known}
+            time.sleep(0.02)
 
     @property
     def run(self) -> Run | None:

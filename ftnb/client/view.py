@@ -29,13 +29,9 @@ class RankView(DirectView):
 
     @property
     def targets(self) -> Any:
-        engines = {
-            entry["rank"]: entry["engine"] for entry in self._session.status()["ranks"]
-            if entry["rank"] is not None and entry["state"] in ("idle", "training", "suspect", "joining")
-        }  # fmt: skip
+        engines = self._session.wait_registered(self.client)
         if self._chosen is None:
-            registered = set(self.client.ids)
-            return _AllRanks(engines[rank] for rank in sorted(engines) if engines[rank] in registered)
+            return _AllRanks(engines.values())
         if isinstance(self._chosen, int):
             return engines.get(self._chosen, self._chosen)
         if isinstance(self._chosen, (list, tuple, range)):

@@ -132,6 +132,7 @@ class State:
     hold_tries: int = 0
     hold_answers: Mapping[int, HoldAnswered] = field(default_factory=dict)
     held: frozenset[int] = frozenset()
+    paused_at: int | None = None  # the step after which it is paused, once that has been said
     stop_since: float | None = None
     end: End | None = None  # how the run has ended
 
@@ -660,7 +661,10 @@ def _rank_held(now: float, state: State, event: RankHeld) -> tuple[State, list[A
         return _change(state)
     actions = []
     state = _close_incident(now, state, actions, event.rank)
-    return state, [*actions, Emit("paused", f"Paused after step {event.step}.", None, event.step)]
+    if state.paused_at != event.step:  # else somebody has joined or left meanwhile
+        actions.append(Emit("paused", f"Paused after step {event.step}.", None, event.step))
+    state, more = _want_change(replace(state, paused_at=event.step))
+    return state, [*actions, *more]
 
 
 def _unpause(now: float, state: State, event: Unpause) -> tuple[State, list[Action]]:
@@ -671,12 +675,12 @@ def _unpause(now: float, state: State, event: Unpause) -> tuple[State, list[Acti
     ]
     if state.phase == "training" and (state.joiners or _can_leave(state)):
         # They are at a step boundary, or on their way to one: this hold goes on, for another reason.
-        state = replace(state, hold_why="change")
+        state = replace(state, hold_why="change", paused_at=None)
         if state.held >= set(state.members):
             state, more = _change(state)
             actions += more
         return state, actions
-    state = replace(state, hold_why=None, hold_id=state.hold_id + 1)
+    state = replace(state, hold_why=None, paused_at=None, hold_id=state.hold_id + 1)
     if state.phase == "training":
         state = replace(state, held=frozenset())
         actions.insert(0, SendRelease(state.members))
@@ -812,8 +816,12 @@ def _fill(state: State, first: int | None = None) -> tuple[State, list[Action]]:
 
 
 def _want_change(state: State) -> tuple[State, list[Action]]:
-    """Let the members stop at a step boundary when somebody is to join or to leave."""
-    if state.phase != "training" or state.hold_why or not (state.joiners or _can_leave(state)):
+    """Let the members stop at a step boundary when somebody is to join or to leave; paused, they stand at one."""
+    if state.phase != "training" or not (state.joiners or _can_leave(state)):
+        return state, []
+    if state.paused:
+        return _change(state)
+    if state.hold_why:
         return state, []
     return _send_hold(replace(state, hold_why="change"), state.committed + 2)
 
@@ -821,7 +829,8 @@ def _want_change(state: State) -> tuple[State, list[Action]]:
 def _change(state: State) -> tuple[State, list[Action]]:
     """All members stand at a step boundary: take in who joins, let go who leaves."""
     leaving = _can_leave(state)
-    state = replace(state, hold_why=None, leaving=state.leaving - leaving, alive=state.alive - leaving)
+    goes_on = state.hold_why if state.hold_why == "pause" else None
+    state = replace(state, hold_why=goes_on, leaving=state.leaving - leaving, alive=state.alive - leaving)
     if not (leaving or state.joiners):
         return replace(state, held=frozenset()), [SendRelease(state.members)]
     words = [f"{_ranks(state.joiners)} {_joins(state.joiners)}"] if state.joiners else []

@@ -107,6 +107,7 @@ class Adoption:
     async def carry_out(self) -> None:
         supervisor, fleet = self._supervisor, self._supervisor.fleet
         fleet.restore(self._recorded["fleet"])
+        fleet.end_retired()
         await self._ask()
         fleet.discard_unborn()
         for slot in fleet.slots():
@@ -115,6 +116,10 @@ class Adoption:
                 slot.num_gpus = standing.get("num_gpus", slot.num_gpus)
                 slot.torch = standing.get("torch", slot.torch)
         run = supervisor.run = self._restored_run()
+        if supervisor.going_run is not None:
+            fleet.num_ranks = run.num_ranks  # on record a moment before the fleet's, when it is resized
+        for rank, slot in fleet.ranks.items():
+            supervisor.tell(slot, "assign", rank=rank)  # again: the word may have been lost with the one before
         supervisor.state = "idle"
         supervisor.adoption = None
         if run is not None and not run.is_over:
@@ -128,10 +133,14 @@ class Adoption:
             if slot.process is not None and slot not in fleet.retired:
                 fleet.watch(slot)
         for slot in list(fleet.pool):
-            if slot.loaded is not None and (run is None or run.is_over or slot.loaded != run.name):
-                # In the middle of running the cell, whose answer may be lost; or of a run that is over.
+            has_run_cell = slot.loaded is not None or self._standing.get(slot.key, {}).get("run") is not None
+            if not has_run_cell:
+                continue
+            if run is None or run.is_over or slot.loaded != run.name or slot.agent is None:
+                # In the middle of running the cell, whose answer may be lost; or of a run that is over; or silent.
+                slot.loaded = None
                 fleet.kill_slot(slot)
-            elif slot.loaded is not None and slot.agent is not None and run is not None:
+            else:
                 run.handle(protocol.SpareReady(slot.intended))
         for slot in list(fleet.pool) + list(fleet.ranks.values()):
             if slot.state == "starting" and self._standing.get(slot.key, {}).get("phase", "starting") != "starting":
@@ -145,12 +154,13 @@ class Adoption:
 
     async def _ask(self) -> None:
         """Every living engine that has an agent is asked, by the answer to its next heartbeat."""
+        fleet = self._supervisor.fleet
         deadline = time.monotonic() + STANDING_TIMEOUT_S
         while time.monotonic() < deadline:
             self._heard.clear()
             if all(
                 slot.key in self._standing or slot.process is None or not slot.process.is_alive()
-                for slot in self._supervisor.fleet.slots()
+                for slot in (*fleet.ranks.values(), *fleet.pool)
             ):
                 return
             with contextlib.suppress(TimeoutError):

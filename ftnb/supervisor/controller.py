@@ -93,9 +93,11 @@ class Controller:
             if self.process is not None:
                 # Its children (the schedulers) live on when it is killed alone, and hold the ports.
                 deadline = time.monotonic() + START_TIMEOUT_S
-                while proc.kill_session(self.process.pid):
+                old = self.process
+                # Another start time: the pid is another process's by now, and nothing of the session is left.
+                while proc.start_time(old.pid) in (None, old.started) and proc.kill_session(old.pid):
                     if time.monotonic() > deadline:
-                        raise ClusterError(f"The old controller (pid {self.process.pid}) cannot be ended.")
+                        raise ClusterError(f"The old controller (pid {old.pid}) cannot be ended.")
                     await asyncio.sleep(POLL_S)
         finally:
             self._being_replaced = False

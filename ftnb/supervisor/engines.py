@@ -201,6 +201,8 @@ class Engines:
         loop = asyncio.get_running_loop()
         if key is not None and (engine := self._engines.get(key)) is not None:
             engine.pid, engine.started = process.pid, process.started
+        if process.pid in self._watched:
+            return  # it said hello before the fork server's word of it had been read
         try:
             fd = os.pidfd_open(process.pid)
         except ProcessLookupError:

@@ -142,8 +142,16 @@ class Fleet:
             slot = Slot.restored(entry, self._supervisor.directory)
             if entry["place"] == "rank":
                 self.ranks[slot.rank] = slot
-            else:
-                (self.pool if entry["place"] == "pool" else self.retired).append(slot)
+            elif entry["place"] == "pool" and slot.process is not None:
+                self.pool.append(slot)
+            else:  # one that was just being started: nobody knows whether it will ever come
+                self.retired.append(slot)
+
+    def end_retired(self) -> None:
+        """An earlier supervisor has died before it could see to their end."""
+        for slot in self.retired:
+            if slot.process is not None and slot.process.is_alive():
+                self._supervisor.spawn(self._end_all_of(slot))
 
     # --- who is there
 
@@ -183,15 +191,17 @@ class Fleet:
 
     def tick(self) -> None:
         """Start what is missing, within limits; end what is too late or too much."""
-        if self.engines is None or self._supervisor.state in ("starting", "failed"):
+        supervisor = self._supervisor
+        if self.engines is None or supervisor.state in ("starting", "failed") or supervisor.is_stopping:
             return
         now = time.monotonic()
         self._prove()
+        self._retire_surplus()
         for slot in [s for s in self.pool if s.state == "starting" and now - s.started > START_TIMEOUT_S]:
             slot.problem = f"It did not get ready within {START_TIMEOUT_S:.0f} s."
             if slot.process is not None:
                 self.kill_slot(slot)
-            else:  # its launcher has started nothing that ever answered
+            else:  # a launcher's engine that has never come: nothing will tell of its end
                 slot.state = "failed"
                 self._pool_lost(slot, "starting", slot.problem)
         run = self._supervisor.going_run
@@ -210,7 +220,9 @@ class Fleet:
                 self._give_up(action.intended, action.reason)
         for slot in [s for s in self.pool if s.state == "spare"]:
             self.offer(slot)
+        self._trim()
         for slot in [s for s in self.retired if s.process is None or not s.process.is_alive()]:
+            self._supervisor.drain(slot)  # its last words
             if self._supervisor.going_run is None:
                 slot.free_reports(None)
             if slot.ring is None or not slot.unfreed:
@@ -241,6 +253,8 @@ class Fleet:
             slot.state, slot.problem = "failed", f"{type(error).__name__}: {error}"
             if slot in self.pool:
                 self._pool_lost(slot, "starting", slot.problem)
+        if slot.rank is None and slot not in self.pool:  # given up meanwhile
+            self.kill_slot(slot)
 
     def warm(self, slot: Slot) -> None:
         """Its libraries are loaded: it can be used."""
@@ -281,6 +295,21 @@ class Fleet:
                 self._dismiss(slot)
             else:
                 slot.intended = None
+
+    def _trim(self) -> None:
+        """In a run: who was started for a slot that needs nobody any more is a spare, or one too many."""
+        run = self._supervisor.going_run
+        if run is None:
+            return
+        for slot in [s for s in self.pool if s.intended is not None and s.intended not in run.vacant]:
+            slot.intended = None
+        surplus = sum(s.alive for s in self.pool) - self.num_spares - len(run.vacant)
+        nobodys = [s for s in reversed(self.pool) if s.alive and s.intended is None and s.process is not None]
+        for slot in nobodys[: max(0, surplus)]:
+            ready = slot.loaded == run.name
+            self._dismiss(slot)
+            if ready:
+                run.handle(protocol.SpareLost())
 
     def _put(self, slot: Slot, rank: int) -> None:
         """`slot` fills `rank` from now on."""
@@ -331,11 +360,16 @@ class Fleet:
         else:
             self.vacant = {r for r in range(num_ranks) if r not in self.ranks or not self.ranks[r].usable}
             self.release(tuple(r for r in sorted(self.ranks) if r >= num_ranks))
-        # The slots of the dead go at once.
-        for rank in [r for r, slot in self.ranks.items() if r >= num_ranks and not slot.alive]:
-            self.retired.append(self.ranks.pop(rank))
+        self._retire_surplus()
         self._supervisor.office.save_cluster()
         self.tick()
+
+    def _retire_surplus(self) -> None:
+        """Slots beyond the number that is wanted go when their process is gone, and the run has no use for them."""
+        run = self._supervisor.going_run
+        needed = run.has_run | run.unfenced if run is not None else frozenset()
+        for rank in [r for r in self.ranks if r >= self.num_ranks and r not in needed and not self.is_alive(r)]:
+            self.retired.append(self.ranks.pop(rank))
 
     async def complete(self) -> list[int]:
         """Fill every slot, for a new run; returns the ranks that had to be started again. Raises `ClusterError`."""
@@ -381,6 +415,7 @@ class Fleet:
 
     def _succeeded(self, rank: int) -> None:
         self._keeper = keeper.succeeded(self._keeper, rank)
+        self.given_up.pop(rank, None)
 
     def _prove(self) -> None:
         """A replacement that has done some steps counts as a success."""
@@ -395,9 +430,23 @@ class Fleet:
     # --- the end of a process
 
     def _exited(self, slot: Slot, pid: int, status: int | None) -> None:
+        """The event loop calls this, and would do no more about an error than to log it."""
+        try:
+            self._gone(slot, pid, status)
+        except Exception as error:
+            log.exception("internal error at the end of %s", slot.key)
+            if self._fills_slot(slot):  # the run would wait for it for ever
+                self._supervisor.own_fault(error)
+
+    def _fills_slot(self, slot: Slot) -> bool:
+        return slot.rank is not None and self.ranks.get(slot.rank) is slot
+
+    def _gone(self, slot: Slot, pid: int, status: int | None) -> None:
         # Pid 0: the command of a profile's launcher has ended. That matters only if no engine has come from it.
-        if slot in self.retired or pid != (slot.process.pid if slot.process is not None else 0):
+        if pid != (slot.process.pid if slot.process is not None else 0):
             return
+        if slot not in self.pool and not self._fills_slot(slot):
+            return  # retired
         failure, words = proc.describe_exit(status)
         if pid == 0:
             words = f"the command of the profile's launcher ended before an engine came from it: {words}"
@@ -454,9 +503,7 @@ class Fleet:
         former = [slot for slot in self.retired if slot.rank == rank]
         if rank in self.ranks and not self.is_alive(rank):
             former.append(self.ranks[rank])
-        while sum(self.kill_all_of(slot) for slot in former):
-            time.sleep(0.002)  # a millisecond or two; nothing else is done yet
-        fenced(rank)
+        self._supervisor.spawn(self._fence(former, lambda: fenced(rank)))
 
     def fence(self, slot: Slot | None, fenced: Callable[[], None]) -> None:
         """Kill the process and all it had started; call `fenced()` once nothing of it is left."""
@@ -465,7 +512,7 @@ class Fleet:
             return
         slot.state = "failed"
         if self.kill_all_of(slot):
-            self._supervisor.spawn(self._end_all_of(slot, fenced))
+            self._supervisor.spawn(self._fence([slot], fenced))
         else:
             asyncio.get_running_loop().call_soon(fenced)
 
@@ -475,17 +522,26 @@ class Fleet:
         if process is None:
             return False
         told = process.is_alive() and process.signal(signal.SIGKILL)
-        told = bool(proc.kill_session(process.pid)) or told
+        if proc.start_time(process.pid) in (None, process.started):  # else the pid is another process's by now
+            told = bool(proc.kill_session(process.pid)) or told
         # What left the rank's session is found by its environment, once the rank's death made it an orphan.
         ring = f"FTNB_RING={self._supervisor.directory / f'{slot.key}.ring'}"
         for orphan in self.engines.orphans(ring) if self.engines else []:
             told = orphan.signal(signal.SIGKILL) or told
         return told
 
-    async def _end_all_of(self, slot: Slot, fenced: Callable[[], None] = lambda: None) -> None:
+    async def _fence(self, slots: list[Slot], fenced: Callable[[], None]) -> None:
+        try:
+            for slot in slots:
+                await self._end_all_of(slot)
+            fenced()
+        except Exception as error:  # the others would wait for it for ever
+            log.exception("internal error while a rank was fenced")
+            self._supervisor.own_fault(error)
+
+    async def _end_all_of(self, slot: Slot) -> None:
         while self.kill_all_of(slot):
             await asyncio.sleep(0.003)
-        fenced()
 
     def _forget(self, slot: Slot) -> None:
         if slot in self.retired:

@@ -19,8 +19,9 @@ def load(supervisor: Supervisor, run: ActiveRun, slot: Slot) -> None:
         run.ask_for_names()
         return
     slot.loaded, slot.phase = f"?{run.name}", "loading"
+    supervisor.office.save_cluster()
     message: dict[str, Any] = {
-        "run": run.options["name"], "cell": run.cell, "options": run.options, "cwd": run.cwd,
+        "run": _mark(run), "cell": run.cell, "options": run.options, "cwd": run.cwd,
         "sys_path": run.sys_path, "backend": run.backend, "gpu": slot.gpu, "threads": supervisor.threads,
         "world_size": run.num_ranks, "joins": True,
     }
@@ -32,6 +33,10 @@ def load(supervisor: Supervisor, run: ActiveRun, slot: Slot) -> None:
 def loaded(supervisor: Supervisor, slot: Slot, answer: dict[str, Any]) -> None:
     """It has run the cell: if all is as on the other ranks, it is ready for a slot."""
     run = supervisor.going_run
+    if run is not None and slot.loaded == f"?{run.name}" and answer["run"] != _mark(run):
+        # It was still running the cell of the last run when that ended. It was told to leave that one then; another
+        # word would take it out of this run, whose cell comes next.
+        return
     if run is None or slot.loaded != f"?{run.name}":
         supervisor.tell(slot, "drop")  # that run is over
         slot.loaded = None
@@ -50,7 +55,13 @@ def loaded(supervisor: Supervisor, slot: Slot, answer: dict[str, Any]) -> None:
         refuse(run, slot.intended, slot_words(slot) + " does not fit: " + problem, {})
         return
     slot.loaded = run.name
+    supervisor.office.save_cluster()  # a successor ends those that may have been in the middle of it
     run.handle(protocol.SpareReady(slot.intended))
+
+
+def _mark(run: ActiveRun) -> str:
+    """Tells runs apart: names are used again, in another directory or when the user has removed the files."""
+    return f"{run.name} {run.started}"
 
 
 def refuse(run: ActiveRun, intended: int | None, words: str, error: dict[str, Any]) -> None:

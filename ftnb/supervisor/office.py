@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ftnb
+from ftnb.errors import ClusterError
 from ftnb.supervisor import guardian
 from ftnb.supervisor.adoption import CLUSTER_FILE, JOB_FILE, RUN_FILE
 from ftnb.wire import paths, proc, records
@@ -27,6 +28,9 @@ log = logging.getLogger("ftnb.office")
 BEAT_EVERY_S = 1.0
 # How much longer than the linger time a supervisor may be silent (stopped, or replaced) before the guardian ends all.
 GUARDIAN_EXTRA_S = 15.0
+# Pauses before each try to start a lost controller again. One that is lost again soon does not begin with the first.
+CONTROLLER_PAUSES_S = (0.0, 1.0, 5.0, 20.0)
+SOON_S = 60.0
 
 
 class Office:
@@ -37,6 +41,8 @@ class Office:
         self.records = records.ProcessRecords(directory / records.FILE_NAME, token)
         self.me = proc.identify(os.getpid())
         self.controller_problem = ""
+        self._controller_restarts: list[float] = []  # when it was started again (monotonic), within the last SOON_S
+        self._restarting = False
         self._noted: set[proc.ProcessId] = set()
         self._guardian: subprocess.Popen | None = None
         self._beat_at = 0.0
@@ -68,17 +74,20 @@ class Office:
         """Everything that a successor needs, but for the run."""
         supervisor = self._supervisor
         engines, fleet = supervisor.engines, supervisor.fleet
-        if engines is None and supervisor.recorded is not None:
-            return  # nothing is taken over yet: what the predecessor wrote still holds
         if supervisor.is_stopping:
+            return
+        in_charge = {"term": supervisor.term, "supervisor": {"pid": self.me.pid, "started": self.me.started}}
+        if supervisor.recorded is not None and (engines is None or supervisor.adoption is not None):
+            # Nothing is taken over yet: what the predecessor wrote still holds, except for who it is.
+            self._write(CLUSTER_FILE, {**supervisor.recorded, **in_charge, "ports": supervisor.ports})
             return
         for what, process in engines.processes() if engines else []:
             if process not in self._noted:
                 self._noted.add(process)
                 self.records.note(what, process)
         cluster = {
-            "version": ftnb.__version__, "name": supervisor.name, "token": self.token, "term": supervisor.term,
-            "state": supervisor.state, "supervisor": {"pid": self.me.pid, "started": self.me.started},
+            "version": ftnb.__version__, "name": supervisor.name, "token": self.token, "state": supervisor.state,
+            **in_charge,
             "options": {**supervisor.options, "num_ranks": fleet.num_ranks, "num_spares": fleet.num_spares},
             "keys": supervisor.keys, "ports": supervisor.ports,
             "engines": engines.record() if engines else None, "fleet": fleet.record(),
@@ -124,17 +133,31 @@ class Office:
         if self._supervisor.is_stopping:
             return
         log.warning("ipyparallel's controller is gone: %s", words)
+        if self._restarting:
+            return  # one that was just being started; it is tried again anyway
         self.controller_problem = f"ipyparallel's controller is gone ({words}); it is started again."
         self._supervisor.fleet.note(self.controller_problem)
+        self._restarting = True
         self._supervisor.spawn(self._restart_controller())
 
     async def _restart_controller(self) -> None:
+        now = time.monotonic()
+        self._controller_restarts = [then for then in self._controller_restarts if now - then < SOON_S]
+        try:
+            await self._try_controllers(min(len(self._controller_restarts), len(CONTROLLER_PAUSES_S) - 1))
+        finally:
+            self._restarting = False
+
+    async def _try_controllers(self, first: int) -> None:
         engines = self._supervisor.engines
         assert engines is not None
-        for wait_s in (0.0, 1.0, 5.0, 20.0):
-            await asyncio.sleep(wait_s)
+        for pause_s in CONTROLLER_PAUSES_S[first:]:
+            await asyncio.sleep(pause_s)
+            self._controller_restarts.append(time.monotonic())
             try:
                 await engines.restart_controller()
+                if engines.controller is None or not engines.controller.is_alive():
+                    raise ClusterError("it ended as soon as it had been started")
             except Exception as error:
                 log.exception("the controller could not be started again")
                 self.controller_problem = (

@@ -20,7 +20,7 @@ SILENT_S = 2.0
 _LIVING = ("starting", "idle", "training", "suspect", "spare", "joining")
 
 
-@dataclass
+@dataclass(eq=False)
 class Slot:
     """One engine process; `state` as in the design (starting, idle, training, …), or "leaving"."""
 
@@ -60,7 +60,7 @@ class Slot:
     @classmethod
     def restored(cls, record: dict[str, Any], directory: Path) -> Slot:
         """As an earlier supervisor had it."""
-        known = ("rank", "intended", "engine_id", "state", "host", "num_gpus", "torch", "problem", "loaded",
+        known = ("rank", "intended", "engine_id", "state", "host", "num_gpus", "gpu", "torch", "problem", "loaded",
                  "joined_step", "joined_run")  # fmt: skip
         slot = cls(record["key"], started=time.monotonic(), **{name: record[name] for name in known})
         if record["pid"] is not None:
@@ -102,7 +102,7 @@ class Slot:
             "key": self.key, "rank": self.rank, "intended": self.intended, "engine_id": self.engine_id,
             "pid": self.process.pid if self.process else None,
             "pid_started": self.process.started if self.process else None,
-            "state": self.state, "host": self.host, "num_gpus": self.num_gpus, "torch": self.torch,
+            "state": self.state, "host": self.host, "num_gpus": self.num_gpus, "gpu": self.gpu, "torch": self.torch,
             "problem": self.problem, "loaded": self.loaded,
             "joined_step": self.joined_step, "joined_run": self.joined_run,
         }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,8 @@ from ftnb.supervisor.runs import ActiveRun
 
 if TYPE_CHECKING:
     from ftnb.supervisor.server import Supervisor
+
+WEIGHTS_TIMEOUT_S = 60.0
 
 
 async def hello(supervisor: Supervisor, **_: Any) -> dict[str, Any]:
@@ -113,8 +114,7 @@ async def resize(supervisor: Supervisor, num_ranks: int, run: str | None = None,
             f"Run {going.name!r} has a global batch of {going.options['global_batch']} samples: with {num_ranks} ranks "
             "some would never get one. Resize to fewer, or start a run with a larger --global-batch."
         )
-    if num_ranks != was:
-        supervisor.fleet.resize(num_ranks)
+    supervisor.fleet.resize(num_ranks)  # also to the number of before: whoever is missing is tried again
     return {"num_ranks": num_ranks, "was": was}
 
 
@@ -130,12 +130,16 @@ async def prepare_weights(supervisor: Supervisor, run: str | None = None, **_: A
         if future is None:  # else somebody has asked already, and shares the answer
             future = supervisor.weights[rank] = asyncio.get_running_loop().create_future()
             supervisor.tell_rank(rank, "weights")
-        with contextlib.suppress(TimeoutError):
-            answer = await asyncio.wait_for(asyncio.shield(future), 60)
-            if "problem" in answer:
-                raise RunError(f"The weights cannot be sent: {answer['problem']}.")
-            if answer["step"] is not None:
-                return {"rank": rank, "engine": supervisor.ranks[rank].engine_id, "step": answer["step"]}
+        try:
+            answer = await asyncio.wait_for(asyncio.shield(future), WEIGHTS_TIMEOUT_S)
+        except TimeoutError:
+            if supervisor.weights.get(rank) is future:
+                del supervisor.weights[rank]  # whoever asks next asks anew
+            continue
+        if "problem" in answer:
+            raise RunError(f"The weights cannot be sent: {answer['problem']}.")
+        if answer["step"] is not None and rank in supervisor.ranks:
+            return {"rank": rank, "engine": supervisor.ranks[rank].engine_id, "step": answer["step"]}
     raise RunError(f"No living rank holds the weights of run {active.name!r} any more. Run the cell again.")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -22,8 +23,9 @@ from ftnb.supervisor.recorder import Recorder
 if TYPE_CHECKING:
     from ftnb.supervisor.server import Supervisor
 
-ENDED = ("finished", "stopped", "failed")
+log = logging.getLogger("ftnb.runs")
 
+ENDED = ("finished", "stopped", "failed")
 
 # Transitions that need not be on record: a successor hears of them again, from the ranks or their reports.
 _TOLD_AGAIN = (
@@ -79,11 +81,13 @@ class ActiveRun:
         self._recorder = Recorder(self.directory)
         self._assembler = StepAssembler(*sizes)
         self._write_run()
+        self._handling += 1  # on record together with the start itself: before that there is nothing to take over
         self.emit(
             "run_started",
             f"{self.total_steps} steps on {self.num_ranks} ranks, {self.options['global_batch']} samples each step.",
             world_size=self.num_ranks,
         )
+        self._handling -= 1
         self.handle(protocol.Started(tuple(range(self.num_ranks))))
 
     # --- for a successor
@@ -113,6 +117,7 @@ class ActiveRun:
             record["state"], record["reason"], record["error"], record["ended"]
         )
         self._state = planner.from_json(record["planner"])
+        self.num_ranks = self._state.wanted  # it may have been resized
         self._evaluated_step, self.no_joining = record["evaluated_step"], record["no_joining"]
         self._final_ranks = record["final_ranks"]
         self._digests = {int(rank): digest for rank, digest in record["digests"].items()}
@@ -157,6 +162,15 @@ class ActiveRun:
             if rank in standing and standing[rank].stage == "finished":
                 self.finished(rank, standing[rank].generation, digest)
 
+    def came_late(self, rank: int, generation: int) -> None:
+        """A rank that did not answer while it was taken over is back, and has not heard what was sent meanwhile."""
+        state, tell = self._state, self._supervisor.tell_rank
+        if state.phase == "regrouping" and rank in state.alive | state.left_out and rank not in state.ready:
+            if generation < state.generation:
+                tell(rank, "regroup", generation=state.generation)
+        elif state.phase == "training" and state.hold_why and rank in state.members and rank not in state.hold_answers:
+            tell(rank, "hold", hold_id=state.hold_id, after_step=state.hold_after)
+
     def ask_for_names(self) -> None:
         """Some rank still has what the notebook had sent along with the cell (it may be large: asked now and then)."""
         now = time.monotonic()
@@ -172,29 +186,43 @@ class ActiveRun:
 
     def handle(self, event: Any) -> None:
         """Something happened: decide, put it on record, act."""
+        try:
+            self._handle(event)
+        except Exception as error:
+            # Half of what was decided is not done, and nobody would ever decide it again: no run may hang like that.
+            if self.is_over or self._supervisor.run is not self:
+                raise
+            log.exception("internal error while acting on %s", event)
+            self._supervisor.own_fault(error)
+
+    def _handle(self, event: Any) -> None:
         before = self._state
         self._state, actions = planner.step(time.time(), before, event)
         if self._state is before and not actions:
             return
         was_over = self.is_over
         self._handling += 1
-        for action in actions:
-            if isinstance(action, _INWARD):
-                self._carry_out(action)
-        self._handling -= 1
+        try:
+            for action in actions:
+                if isinstance(action, _INWARD):
+                    self._carry_out(action)
+        finally:
+            self._handling -= 1
         if not self.is_over:
             self.state = self._shown_state()
         if any(isinstance(action, protocol.OpenGeneration) for action in actions):
             self.flush()  # the books of the last generation, before it is on record that they are closed
         if actions or self._state.phase != before.phase or not isinstance(event, _TOLD_AGAIN):
             self.save()
-        for action in actions:
-            if not isinstance(action, _INWARD):
-                self._carry_out(action)
-        if self.is_over and not was_over:
-            self._let_go()
-        if actions:
-            self.notify()
+        try:
+            for action in actions:
+                if not isinstance(action, _INWARD):
+                    self._carry_out(action)
+        finally:
+            if self.is_over and not was_over:
+                self._let_go()
+            if actions:
+                self.notify()
 
     def fetched(self, record: list[Any]) -> None:
         _, generation, step, rank, samples, digest, loss, weight, scalars = record
@@ -238,6 +266,7 @@ class ActiveRun:
     def tick(self) -> None:
         if not self.is_over:
             self.handle(protocol.Tick())
+        if not self.is_over:
             self.flush()
             if self._recorder.problem:
                 self.give_up("failed", f"The files of this run cannot be written ({self._recorder.problem}).")
@@ -264,7 +293,7 @@ class ActiveRun:
         self.handle(protocol.HoldWanted("stop", self.max_step()))
 
     def resize(self, num_ranks: int) -> None:
-        if num_ranks > self.num_ranks:
+        if num_ranks >= self.num_ranks:
             self.no_joining = ""  # asked for: tried again
         self.num_ranks = num_ranks
         self.handle(protocol.Resized(num_ranks))
@@ -424,6 +453,11 @@ class ActiveRun:
         return self._state.has_run
 
     @property
+    def unfenced(self) -> frozenset[int]:
+        """Slots of which a lost process may have left something."""
+        return frozenset(self._state.unfenced)
+
+    @property
     def vacant(self) -> frozenset[int]:
         """Slots that wait for a process."""
         return self._state.vacant
@@ -446,6 +480,8 @@ class ActiveRun:
             return "paused"
         if self._state.incident is not None:
             return "recovering"
+        if self._state.hold_why == "pause" and self._state.paused_at is not None:
+            return "paused"  # somebody joins or leaves meanwhile
         if self.step == 0 and self._state.phase != "training":
             return "starting"
         return "running"  # also while somebody joins or leaves on purpose

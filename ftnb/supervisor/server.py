@@ -29,7 +29,7 @@ from ftnb.supervisor.office import Office
 from ftnb.supervisor.ranks import Slot
 from ftnb.supervisor.runs import ActiveRun
 from ftnb.supervisor.store import Answer, StoreServer
-from ftnb.wire import messages, paths, proc, sockets
+from ftnb.wire import messages, paths, proc, reaper, sockets
 from ftnb.wire.once import OnceOnly
 from ftnb.wire.records import TOKEN_VARIABLE
 
@@ -160,16 +160,17 @@ class Supervisor:
         self._stopping.set()
 
     async def _shut_down(self) -> int:
-        if self.run is not None and not self.run.is_over:
-            self.run.handle(protocol.HoldWanted("stop", 0))
-            await self.run.wait(lambda: self.run.is_over, 0.5)
-            if not self.run.is_over:
-                self.run.give_up("stopped", f"The cluster was stopped: {self.stop_reason}.")
+        try:
+            await self._end_run()
+        except Exception:  # whatever it is, the processes must go
+            log.exception("internal error while ending the run")
         self.office.close_to_successors()
         for slot in self.fleet.slots():
             self.tell(slot, "exit")
             slot.state = "leaving" if slot.alive else slot.state
         await asyncio.sleep(0)
+        if self.engines is None and self.recorded is not None:  # nothing could be taken over
+            return 1 if reaper.reap(self.directory, locked=True) else 0
         left = await self.engines.end_all(known=self.office.known()) if self.engines else []
         self.fleet.close()
         if left:
@@ -177,6 +178,13 @@ class Supervisor:
             return 1
         self.office.clear()
         return 0
+
+    async def _end_run(self) -> None:
+        if (run := self.going_run) is not None:
+            run.stop()
+            await run.wait(lambda: run.is_over, 0.5)
+            if not run.is_over:
+                run.give_up("stopped", f"The cluster was stopped: {self.stop_reason}.")
 
     def environment(self) -> dict[str, str]:
         """What every process that is started gets."""
@@ -200,11 +208,11 @@ class Supervisor:
 
     async def _take_over(self) -> None:
         assert self.recorded is not None
-        engines = Engines(self.directory, self.profile, self.environment(), recorded=self.recorded["engines"])
-        engines.on_controller_exit = self.office.controller_ended
-        self.fleet.engines = engines
         self.adoption = Adoption(self, self.recorded)
         try:
+            engines = Engines(self.directory, self.profile, self.environment(), recorded=self.recorded["engines"])
+            engines.on_controller_exit = self.office.controller_ended
+            self.fleet.engines = engines
             await self.adoption.carry_out()
         except Exception as error:
             log.exception("the cluster could not be taken over")
@@ -225,9 +233,9 @@ class Supervisor:
                 log.warning("bad message from a rank: %s", error)
             except Exception as error:
                 log.exception("internal error while handling a message of a rank")
-                self._own_fault(error)
+                self.own_fault(error)
 
-    def _own_fault(self, error: Exception) -> None:
+    def own_fault(self, error: Exception) -> None:
         """An error of ftnb itself must end a run with a reason, never leave it hanging."""
         if self.run is not None and not self.run.is_over:
             text = f"{type(error).__name__}: {error}"
@@ -239,6 +247,8 @@ class Supervisor:
         if slot is None:
             slot = self._introduced(pid, message) if op == "hello" else None
         if slot is None:
+            if op == "hello":  # an engine that was given up before it came
+                self._rank_socket.send_multipart([sender, *messages.encode({"op": "exit", "term": self.term})])
             return  # somebody who is not (or no longer) one of ours
         slot.last_sign = time.time()
         if op == "beat":
@@ -271,6 +281,8 @@ class Supervisor:
         elif op == "standing":
             if self.adoption is not None:
                 self.adoption.found(slot, message)
+            elif (run := self.going_run) is not None and slot.rank is not None and "generation" in message:
+                run.came_late(slot.rank, message["generation"])
         elif op == "names":
             if self.run is not None and self.run.names is None:
                 self.run.names = message["names"]
@@ -286,7 +298,9 @@ class Supervisor:
         """An engine that a profile's launcher has started tells its pid itself."""
         slot = self.fleet.by_key(message.get("key", ""))
         process = proc.ProcessId(pid, message["started"])
-        if slot is None or slot.process is not None or message["host"] != platform.node() or not process.is_alive():
+        if slot is None or slot in self.fleet.retired or slot.process is not None:
+            return None
+        if message["host"] != platform.node() or not process.is_alive():
             return None
         slot.process = process
         self.fleet.note_process(slot)
@@ -384,7 +398,7 @@ class Supervisor:
                         self.drain(slot)
             except Exception as error:
                 log.exception("internal error while reading reports of the ranks")
-                self._own_fault(error)
+                self.own_fault(error)
             busy = self.training_task_active or (self.run is not None and not self.run.is_over)
             await asyncio.sleep(DRAIN_S if busy else TICK_S)
 
@@ -477,14 +491,12 @@ class Supervisor:
                     self.engines.reap_orphans()
             except Exception as error:
                 log.exception("internal error")
-                self._own_fault(error)
+                self.own_fault(error)
             if self._left_directory():
                 self.stop("its directory was removed")
             alone = not self._clients and time.monotonic() - self._alone_since > self.linger_s
             if alone and not self.keep:
                 self.stop(f"no notebook was connected for {self.linger_s:g} s")
-
-    # --- for the parts of the supervisor
 
     def _left_directory(self) -> bool:
         """Somebody has removed the cluster's files: nobody could find it any more."""

@@ -67,6 +67,7 @@ def compare(tools: list[str], num_ranks: int, model: str, rounds: int, python: s
     names = ["ftnb", *(name for tool in TOOLS if tool in tools and _installed(tool, python) for name in TOOLS[tool])]
     losses: dict[str, list[Loss]] = {name: [] for name in names}
     dice = random.Random(0)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("Ended by SIGTERM."))  # so that peers are not left behind
     for number in range(rounds):
         for name in names if number % 2 == 0 else names[::-1]:
             if name == "ftnb":

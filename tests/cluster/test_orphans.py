@@ -208,8 +208,10 @@ def test_a_new_kernel_finds_the_run_going_on(kernel_that_trains: Kernel, tmp_pat
     run_json = tmp_path / "ftnb_runs" / "run" / "run.json"
     metrics = run_json.with_name("metrics.jsonl")
     wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 5, "five steps are done")
-    do_to(kernel.members(), f"kernel, {also}", signal.SIGKILL)
+    members = kernel.members()
+    do_to(members, f"kernel, {also}", signal.SIGKILL)
     kernel.process.wait()
+    wait_until(lambda: members["supervisor"].is_alive() != bool(also), "the supervisor is gone, if it was killed")
     assert json.loads(run_json.read_text())["state"] not in ("finished", "stopped", "failed")
     said: list[str] = []
     with ftnb.Session.attach("orphans", show=said.append) as session:

@@ -149,7 +149,9 @@ def test_the_lost_rank_is_beyond_the_new_number(session: ftnb.Session, reference
     run.resize(3, show=lambda text: None)
     target = run.step + 20
     wait_until(lambda: run.step >= target, "the three go on")
-    assert [entry["rank"] for entry in session.status()["ranks"]] == [0, 1, 2]
+    wait_until(
+        lambda: [entry["rank"] for entry in session.status()["ranks"]] == [0, 1, 2], "the one that nobody needs has ended", 20
+    )
     check_end(finish(run, gate), [3], world_size=3)
     check_books(run, STEPS)
     check_changes(run, [3], [])
@@ -167,6 +169,33 @@ def test_after_shrinking(session: ftnb.Session, reference: Reference, gate: Gate
     check_end(finish(run, gate), [3], world_size=5)
     check_books(run, STEPS)
     check_changes(run, [3], [3, 4])
+    assert_same(losses_of(run), reference.losses, SAME_F64)
+
+
+def test_to_the_number_that_was_there(session: ftnb.Session, reference: Reference, gate: Gate) -> None:
+    """It is the wanted number already, so nothing changes but that the lost rank is tried again."""
+    run = comings.start(session, gate.cell, recovery="shrink")
+    kill(session, 3)
+    wait_until(lambda: count(run, "recovered"), "recovered")
+    run.resize(NUM_RANKS, show=lambda text: None)
+    wait_joined(session, run, 1)
+    check_end(finish(run, gate), [3], world_size=NUM_RANKS)
+    check_books(run, STEPS)
+    check_changes(run, [3], [3])
+
+
+def test_a_rank_dies_while_it_is_to_leave(session: ftnb.Session, reference: Reference, gate: Gate) -> None:
+    """Its slot goes with it."""
+    run = comings.start(session, gate.cell)
+    session.request("resize", num_ranks=3)
+    kill(session, 3)
+    wait_until(
+        lambda: [entry["rank"] for entry in session.status()["ranks"]] == [0, 1, 2], "there are three slots", 20
+    )
+    wait_until(lambda: session.status()["world_size"] == 3 and run.state == "running", "the three go on")
+    report = finish(run, gate)
+    assert report.ok and report.state == "finished" and report.world_size_end == 3, str(report)
+    check_books(run, STEPS)
     assert_same(losses_of(run), reference.losses, SAME_F64)
 
 
@@ -200,7 +229,7 @@ def test_only_one_that_should_have_left_holds_the_weights(
         check_end(finish(run, gate), [0], world_size=1)
         resized.result(60)
     slow.unlink()
-    assert [entry["rank"] for entry in session.status()["ranks"]] == [0]
+    wait_until(lambda: [entry["rank"] for entry in session.status()["ranks"]] == [0], "the replacement has ended", 20)
     assert_same(run.state_dict()["2.bias"].tolist(), reference.model.state_dict()["2.bias"].tolist(), SAME_F64)
     trains_with(session, reference, 1)
 

@@ -125,6 +125,19 @@ def test_one_kill_after_the_other(session: ftnb.Session, reference: Reference, g
     assert {line["world_size"] for line in run.metrics()} == {4}, "never with fewer"
 
 
+def test_a_spare_that_still_runs_the_last_cell(session: ftnb.Session, reference: Reference, gate: Gate) -> None:
+    """Its answer about the last run's cell must not be taken for one about this run's."""
+    wait_spare(session)
+    slow = "import os, time\nif os.environ['FTNB_RANK'] == '-1':\n    time.sleep(4)\n"
+    last = session.train(slow + CELL, steps=2, global_batch=GLOBAL_BATCH, names={}, show=lambda text: None)
+    check_report(last.wait(timeout_s=60), [])
+    run = comings.start(session, slow + gate.cell)
+    wait_until(lambda: run.info()["num_spares"] == 1, "the spare has run the cell", comings.JOIN_LIMIT_S)
+    kill(session, 2)
+    wait_joined(session, run, 1)
+    check_all(run, gate, reference, [2])
+
+
 def test_status_and_targets(session: ftnb.Session) -> None:
     """A spare has no rank, and commands reach the ranks, whoever fills them."""
     spare = wait_spare(session)
@@ -196,7 +209,8 @@ def test_the_supervisor_is_killed(session: ftnb.Session, reference: Reference, g
     supervisor = session.status()["supervisor_pid"]
     os.kill(supervisor, signal.SIGKILL)
     wait_until(lambda: session.status()["supervisor_pid"] != supervisor, "a successor")
-    wait_until(lambda: run.info()["num_spares"] == 1, "the spare is still there")
+    with comings.said_of(session, run):
+        wait_until(lambda: run.info()["num_spares"] == 1, "the spare is still there", 30)
     kill(session, 3)
     wait_joined(session, run, 1)
     assert pids_of(session)[3] == spare.pid

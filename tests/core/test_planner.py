@@ -484,7 +484,7 @@ def test_pause_then_kill_then_unpause():
     for _ in range(20):
         world.round()
     assert {rank.committed for rank in world.ranks if not rank.dead} == {step}
-    assert world.kinds() == ["paused", *RECOVERY, "paused"]
+    assert world.kinds() == ["paused", *RECOVERY], "it is said once that it is paused"
     world.unpause()
     assert world.drain().state == "finished"
     assert world.kinds()[-1] == "unpaused"
@@ -725,7 +725,9 @@ class AnyTrouble(RuleBasedStateMachine):
         if hasattr(self, "world"):
             self.world.rng.seed(0)
             end = self.world.drain()
-            assert not self.calm or end.state == "finished" or "could not form" in end.reason
+            # Whoever is given the state is without any if the giver dies meanwhile, so it can be lost with few ranks.
+            known = ("could not form", "held the state of the training are lost")
+            assert not self.calm or end.state == "finished" or any(words in end.reason for words in known)
 
 
 def search(max_examples, steps):

@@ -222,14 +222,20 @@ def test_ranks_leave_at_a_step_boundary():
     assert only(SendRegroup, actions).ranks == (0, 1)
 
 
-def test_while_paused_nobody_joins_or_leaves_until_it_goes_on():
+def test_while_paused_who_leaves_or_joins_does_so_at_once():
     state, actions = play(in_training(), HoldWanted("pause", 0))
     after = only(SendHold, actions).after_step
     state, _ = play(state, *[RankHeld(rank, 1, after) for rank in (0, 1, 2)])
     state, actions = play(state, Resized(2))
-    assert actions == [] and state.paused
-    state, actions = play(state, Unpause())
     assert only(Release, actions).ranks == (2,)
+    assert only(SendRegroup, actions).ranks == (0, 1)
+    state, actions = play(state, *[RankReady(rank, 2, after) for rank in (0, 1)])
+    assert only(SendGo, actions).hold_after == after, "they stay where they are"
+    state, actions = play(state, *[RankFormed(rank, 2, 1.0, 1.0) for rank in (0, 1)])
+    state, actions = play(state, *[RankHeld(rank, 2, after) for rank in (0, 1)])
+    assert state.paused and actions == [], "nothing new to tell"
+    state, actions = play(state, Unpause())
+    assert only(SendRelease, actions).ranks == (0, 1)
 
 
 def test_an_unpause_while_somebody_is_to_join_heeds_the_answers_to_the_hold():
