@@ -36,6 +36,11 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'ftnb' has no attribute {name!r}")
 
 
+def __dir__() -> list[str]:
+    """What is meant for users, for tab completion."""
+    return sorted(__all__)
+
+
 def load_ipython_extension(ipython: Any) -> None:
     """Called by `%load_ext ftnb`."""
     from ftnb.magics import register

@@ -20,7 +20,9 @@ from ftnb.display.status import ready_ranks, run_text, starting_cluster
 from ftnb.errors import FtnbError, UsageError
 
 MIN_STEPS = 20
-AT_LEAST_S = 3.0  # the steps of a short run are slowed down, so that the fault is planned before its step is due
+# The steps of a short run are slowed down, so that the fault is planned before its step is due, and the replacement
+# has half of the time to join.
+AT_LEAST_S = 8.0
 VICTIM = 1
 
 

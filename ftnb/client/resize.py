@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from ftnb.client import container
 from ftnb.client.options import Option
-from ftnb.client.run import WaitInterrupted, WaitTimeout
-from ftnb.errors import ClusterError, UsageError
+from ftnb.client.run import ENDED, WaitInterrupted, WaitTimeout
+from ftnb.errors import ClusterError, RunError, UsageError
 
 if TYPE_CHECKING:
     from ftnb.client.session import Session
@@ -32,6 +32,7 @@ def resize(
     if num_ranks == present and is_done(status, num_ranks):
         show(f"The cluster {session.name!r} has {_count(num_ranks)} already.")
         return
+    _refuse_beyond_batch(session, num_ranks)
     if num_ranks > present:
         container.refuse_to_grow(container.look(), num_ranks, present)
     answer = session.request("resize", timeout_s=60, num_ranks=num_ranks)
@@ -45,6 +46,20 @@ def resize(
             "with %ft_cluster status."
         ) from None
     show(f"Cluster {session.name}: {_count(num_ranks)}, after {time.monotonic() - began:.1f} s.")
+
+
+def _refuse_beyond_batch(session: Session, num_ranks: int) -> None:
+    """Before memory is looked at, so that no number is recommended that cannot be; the supervisor checks again."""
+    try:
+        info = session.request("run_info", run=None)
+    except RunError:
+        return  # nothing has been trained yet
+    global_batch = info.get("global_batch")
+    if info.get("state") not in ENDED and global_batch is not None and num_ranks > global_batch:
+        raise UsageError(
+            f"Run {info['run']!r} has a global batch of {global_batch} samples: with {num_ranks} ranks some would never "
+            f"get one. Resize to {global_batch} at most, or start a run with a larger --global-batch."
+        )
 
 
 def is_done(status: dict[str, Any], num_ranks: int) -> bool:

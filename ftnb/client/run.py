@@ -263,6 +263,14 @@ class Run:
             return "\n".join(_tail(files[rank], n))
         return "\n".join(f"[rank {slot}] {line}" for slot in sorted(files) for line in _tail(files[slot], n))
 
+    @property
+    def cell(self) -> str | None:
+        """The source that is being trained, as it was sent to the ranks."""
+        try:
+            return self._record().get("cell")
+        except (RunError, OSError, ValueError):
+            return None
+
     def _record(self) -> dict[str, Any]:
         path = self.directory / "run.json"
         try:

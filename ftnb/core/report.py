@@ -140,6 +140,7 @@ def build_report(
     if silent := _silent(ledger_history, events):
         problems.append(f"{_steps_text(silent)}: not reported by ranks that were never lost")
     notes = list(audit.notes)
+    notes += _not_replaced(run, events)
     if successors := sum(event["kind"] == "supervisor_started" for event in events):
         notes.append(f"the supervisor was lost and replaced {'once' if successors == 1 else f'{successors} times'}")
     if len(ledger_history) < len(ledger):
@@ -337,6 +338,23 @@ def _failures(events: Sequence[Mapping[str, Any]]) -> list[Failure]:
         rejoined_s = _rejoined_s(events[place + 1 :], rank, event["time"], recovered)
         failures.append(Failure(kind, rank, step, event.get("reason") or "", **figures, rejoined_s=rejoined_s))
     return failures
+
+
+def _not_replaced(run: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Why a run that replaces lost ranks ended with fewer."""
+    if (run.get("options") or {}).get("recovery") != "replace" or run.get("state") not in ("finished", "stopped"):
+        return []
+    missing = set()
+    for event in events:
+        if event["kind"] == "rank_failed":
+            missing.add(event.get("rank"))
+        elif event["kind"] == "rank_joined":
+            missing.discard(event.get("rank"))
+    refused = [event["reason"] for event in events if event["kind"] == "spare_lost" and "any more" in event["reason"]]
+    if not missing or None in missing:
+        return []
+    ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, sorted(missing)))}"
+    return [refused[-1] if refused else f"the run ended before {ranks} had been replaced"]
 
 
 def _rejoined_s(

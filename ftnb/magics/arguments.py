@@ -101,6 +101,8 @@ def _check_words(command: Command, words: list[str]) -> None:
         hint = ""
         if extra.isdigit() and any(option.keyword == "rank" for option in command.options):
             hint = f" Did you mean --rank {extra}?"
+        elif extra.isdigit() and any(option.short == "-n" for option in command.options):
+            hint = f" Did you mean -n {extra}?"
         raise UsageError(f"{full}: {extra!r} is too much.{hint} Usage: {usage} [options]. Help: {full} --help")
 
 

@@ -19,7 +19,7 @@ def session() -> Session:
     """The current session; raises when this notebook has none."""
     if _session is None:
         raise NoClusterError(
-            "This notebook has no cluster yet. Type %ft_cluster start, or %ft_cluster attach for one that "
+            "This notebook has no cluster (any more). Type %ft_cluster start, or %ft_cluster attach for one that "
             "runs already (one from before a restart of the kernel, say)."
         )
     return _session

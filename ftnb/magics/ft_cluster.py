@@ -73,6 +73,7 @@ def _attach(name: str | None) -> Session:
     last = session.run
     if last is not None:
         current.put_in_notebook("run", last)
+        current.last_cell = current.last_cell or last.cell
         current.follow(last)
     return session
 

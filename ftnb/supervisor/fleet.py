@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("ftnb.fleet")
 
 START_TIMEOUT_S = 120.0
+# For `joined_step`, until a process that has got a slot does its first step.
+NOT_ENTERED = 1 << 60
 # A replacement is started when the survivors have recovered, or have tried for so long.
 RECOVERY_FIRST_S = 0.3
 
@@ -329,7 +331,8 @@ class Fleet:
         ready = [s for s in self.pool if s.loaded == run_name and s.agent is not None]
         slot = min(ready, key=lambda s: (s.intended != rank, s.intended is not None))
         self._put(slot, rank)
-        slot.state, slot.joined_step, slot.joined_run = "joining", step, run_name
+        # Which step it enters with is known when it does.
+        slot.state, slot.joined_step, slot.joined_run = "joining", NOT_ENTERED, run_name
         self._supervisor.office.save_cluster()
 
     def release(self, ranks: tuple[int, ...]) -> None:

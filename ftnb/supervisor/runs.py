@@ -233,6 +233,9 @@ class ActiveRun:
         # The books' generation, not the planner's: commits may still come in when the next one is being formed.
         if generation == self._open_generation and step > self.step:
             first, self.step = self.step == 0, step
+            if first:
+                self.state = self._shown_state()
+                self._write_run()
             self._steps_s.append((when, step))
             if first:
                 self.notify()
@@ -304,6 +307,8 @@ class ActiveRun:
         supervisor = self._supervisor
         if isinstance(action, protocol.Emit):
             self.emit(action.kind, action.reason, rank=action.rank, step=action.step, **action.fields)
+            if action.kind == "rank_joined" and action.step is not None:
+                supervisor.ranks[action.rank].joined_step = action.step
             if action.kind == "rank_failed":
                 self._rank_failed(action)
             elif action.kind == "rank_fenced" and not supervisor.ranks[action.rank].usable:
@@ -375,11 +380,12 @@ class ActiveRun:
         self.state, self.reason, self.ended = action.state, action.reason, time.time()
         self.error = dict(action.error) if action.error else None
         if action.state == "stopped":
-            if (why := self._supervisor.stop_reason) and why not in self.reason:
-                self.reason += f" The cluster was stopped: {why}."
-            self.reason += (
-                " Nothing was saved: this version of ftnb has no checkpoints yet; run.state_dict() has the weights."
-            )
+            self.reason += " Nothing was saved: this version of ftnb has no checkpoints yet"
+            if why := self._supervisor.stop_reason:
+                self.reason = self.reason.replace("Stopped on request", "Stopped") + "."
+                self.reason += "" if why in self.reason else f" The cluster was stopped: {why}."
+            else:
+                self.reason += "; run.state_dict() has the weights."
         kind = {"finished": "run_finished", "stopped": "run_stopped", "failed": "run_failed"}[action.state]
         self.emit(kind, self.reason, step=self.step)
         self.flush()

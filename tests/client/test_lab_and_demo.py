@@ -110,8 +110,8 @@ def test_a_demo_that_cannot_be_is_refused_at_once(arguments, monkeypatch, capsys
 
 
 def test_few_steps_are_slowed_down_so_that_the_fault_comes_in_time():
-    assert demo.cell(400) == demo_cell.SOURCE
-    assert "time.sleep(0.150)" in demo.cell(20)
+    assert demo.cell(4000) == demo_cell.SOURCE
+    assert "time.sleep(0.400)" in demo.cell(20)
     check_syntax(demo.cell(20))
     assert names_read(demo.cell(20)) == set()
 
