@@ -57,8 +57,8 @@ def _refuse_beyond_batch(session: Session, num_ranks: int) -> None:
     global_batch = info.get("global_batch")
     if info.get("state") not in ENDED and global_batch is not None and num_ranks > global_batch:
         raise UsageError(
-            f"Run {info['run']!r} has a global batch of {global_batch} samples: with {num_ranks} ranks some would never "
-            f"get one. Resize to {global_batch} at most, or start a run with a larger --global-batch."
+            f"Run {info['run']!r} has a global batch of {global_batch} samples: with {num_ranks} ranks some would "
+            f"never get one. Resize to {global_batch} at most, or start a run with a larger --global-batch."
         )
 
 
