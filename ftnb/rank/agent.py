@@ -23,6 +23,8 @@ BEAT_S = 0.1
 SILENT_S = 1.5
 # A supervisor may be stopped for some seconds, or take a while to be replaced; and the guardian comes first.
 ALONE_EXTRA_S = 20.0
+# A supervisor that was killed has perhaps told the guardian that it lives after it had told this rank.
+BEAT_AFTER_WORD_S = 5.0
 
 
 class Agent:
@@ -120,7 +122,8 @@ class Agent:
         when there is a supervisor, from which this rank alone is cut off.
         """
         cluster_dir = Path(os.environ["FTNB_CONNECTION"]).parent
-        if not reaper.beats(cluster_dir, within_s=self._linger_s + ALONE_EXTRA_S):
+        # Its last sign of life may be younger than its last word to this rank, by a second or two.
+        if not reaper.beats(cluster_dir, within_s=self._linger_s + ALONE_EXTRA_S - BEAT_AFTER_WORD_S):
             reaper.reap(cluster_dir)
         os._exit(3)
 

@@ -61,6 +61,15 @@ class RingWriter(_Ring):
             self._map[_HEADER_BYTES : _HEADER_BYTES + len(data) - first] = data[first:]
 
 
+def _allocate(fd: int, path: Path) -> None:
+    """All of it at once: to write into a hole of a file on a full disk ends a process (SIGBUS)."""
+    try:
+        os.posix_fallocate(fd, 0, _HEADER_BYTES + DATA_BYTES)
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise OSError(error.errno, os.strerror(error.errno), str(path)) from None
+
+
 class RingReader(_Ring):
     """Creates the file (mode 0600), or opens it again; the writer opens it by its path."""
 
@@ -71,7 +80,7 @@ class RingReader(_Ring):
         fd = os.open(path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0), 0o600)
         try:
             if create:
-                os.ftruncate(fd, _HEADER_BYTES + DATA_BYTES)
+                _allocate(fd, path)
             super().__init__(fd)
         finally:
             os.close(fd)

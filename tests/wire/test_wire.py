@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -97,6 +98,20 @@ def test_what_a_killed_process_wrote_into_its_ring_is_still_there(tmp_path):
     assert stat.S_IMODE(reader.path.stat().st_mode) == 0o600
     reader.close()
     assert not reader.path.exists()
+
+
+def test_a_ring_has_its_room_on_the_disk_from_the_start(pair, tmp_path, monkeypatch):
+    """Else a disk that is full later would end both processes by a signal."""
+    _, reader = pair
+    assert reader.path.stat().st_blocks * 512 >= ring.DATA_BYTES
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match=r"No space left on device: '.*full\.ring'"):
+        ring.RingReader(tmp_path / "full.ring")
+    assert not (tmp_path / "full.ring").exists()
 
 
 def test_a_record_larger_than_the_ring_is_refused(pair):
