@@ -210,17 +210,20 @@ class Session:
 
     @property
     def client(self) -> ipyparallel.Client:
-        """An `ipyparallel.Client` of the same ranks, connected on first use."""
+        """An `ipyparallel.Client` of the same ranks, connected on first use.
+
+        A rank that has just been started, or has just joined, is waited for: it trains before ipyparallel knows it.
+        """
         with self._lock:
             if self._client is None:
                 path = self.request("hello")["ipp_file"]
                 import ipyparallel
 
                 self._client = ipyparallel.Client(str(path))
-                self.wait_registered(self._client)
+            self.wait_registered(self._client)
             return self._client
 
-    def wait_registered(self, client: ipyparallel.Client, limit_s: float = 10.0) -> dict[int, int]:
+    def wait_registered(self, client: ipyparallel.Client, limit_s: float = 5.0) -> dict[int, int]:
         """Wait until ipyparallel knows all ranks (they train before it does); returns {rank: engine id} of those."""
         deadline = time.monotonic() + limit_s
         while True:
