@@ -28,6 +28,8 @@ def demo(tmp_path):
         process = subprocess.Popen(
             [sys.executable, "-m", "ftnb.cli", "demo", *arguments], cwd=tmp_path, env=environment, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            # Ignored where the tests run in a shell's background, and that is inherited.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )  # fmt: skip
         started.append(process)
         return process

@@ -243,8 +243,10 @@ def test_px_works_while_training(session: ftnb.Session) -> None:
 
 
 SCRIPT = """
-import sys
+import signal
 import ftnb
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in a shell's background
 
 if __name__ == "__main__":
     session = ftnb.Session.start(2, name="script")
