@@ -326,7 +326,7 @@ class Fleet:
         if slot.process is not None:
             self._supervisor.office.records.note(RANK, slot.process, rank)
 
-    def take_spare(self, rank: int, run_name: str, step: int) -> None:
+    def take_spare(self, rank: int, run_name: str) -> None:
         """The planner gives `rank` to somebody who has run the cell."""
         ready = [s for s in self.pool if s.loaded == run_name and s.agent is not None]
         slot = min(ready, key=lambda s: (s.intended != rank, s.intended is not None))

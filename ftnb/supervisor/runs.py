@@ -316,7 +316,7 @@ class ActiveRun:
         elif isinstance(action, protocol.Kill):
             supervisor.fence(action.rank, self._fenced)
         elif isinstance(action, protocol.TakeSpare):
-            supervisor.fleet.take_spare(action.rank, self.name, self.step + 1)
+            supervisor.fleet.take_spare(action.rank, self.name)
             self.faults.rearm(action.rank)
         elif isinstance(action, protocol.Release):
             supervisor.fleet.release(action.ranks)
