@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
+import comings
 import pytest
-from cluster_tools import wait_until
+from cluster_tools import Reference, wait_until
+from comings import Gate
 from shared_cluster import SharedCluster
 
 import ftnb
@@ -48,3 +51,13 @@ def cluster(shared: SharedCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 @pytest.fixture
 def session(cluster: SharedCluster) -> ftnb.Session:
     return cluster.session()
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Gate:
+    return Gate(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def reference() -> Reference:
+    return comings.reference()

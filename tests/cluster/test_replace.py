@@ -32,16 +32,6 @@ import ftnb
 from ftnb.wire import proc
 
 
-@pytest.fixture
-def gate(tmp_path: Path) -> Gate:
-    return Gate(tmp_path)
-
-
-@pytest.fixture(scope="module")
-def reference() -> Reference:
-    return comings.reference()
-
-
 def check_all(run: ftnb.Run, gate: Gate, reference: Reference, lost: list[int], **options) -> list[dict]:
     """Everything that must hold of a run of `CELL` that lost these ranks and got them back."""
     check_end(finish(run, gate), lost)

@@ -31,16 +31,6 @@ from ftnb.errors import RunError, UsageError
 
 
 @pytest.fixture
-def gate(tmp_path: Path) -> Gate:
-    return Gate(tmp_path)
-
-
-@pytest.fixture(scope="module")
-def reference() -> Reference:
-    return comings.reference()
-
-
-@pytest.fixture
 def session(session: ftnb.Session) -> Iterator[ftnb.Session]:
     """The shared cluster, which has its four ranks again afterwards."""
     yield session

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import comings
@@ -28,16 +27,6 @@ from shared_cluster import SharedCluster
 
 import ftnb
 from ftnb.wire import proc
-
-
-@pytest.fixture
-def gate(tmp_path: Path) -> Gate:
-    return Gate(tmp_path)
-
-
-@pytest.fixture(scope="module")
-def reference() -> Reference:
-    return comings.reference()
 
 
 @pytest.fixture(scope="module")

@@ -40,11 +40,6 @@ SUCCESSOR_LIMIT_S = 60.0
 ADOPTED = ("kill", "unknown")  # the exit status of a rank that was adopted is told to nobody
 
 
-@pytest.fixture
-def gate(tmp_path: Path) -> Gate:
-    return Gate(tmp_path)
-
-
 @pytest.fixture(scope="module")
 def reference() -> Reference:
     return comings.reference(2000)
