@@ -15,7 +15,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank left a step. `cause`: "user" (their code raised) or "collective" (a peer did not answer)."""
+    """Why a rank left a step.
+
+    `cause`: "user" (their code raised), "collective" (a peer did not answer), "divergence" (the replicas differ;
+    `error` has `digests` by rank, as text) or "nan" (the gradient or loss was not finite; `error` has `source`: whether
+    this very rank brought it in, and `where`). The last two are found by all members at the same point of the same step.
+    """
 
     cause: str
     step: int
@@ -78,6 +83,40 @@ class RankDied:
 
 
 @dataclass(frozen=True)
+class RankCondemned:
+    """The rank lives, or may live, but the others cannot go on with it: it is lost to the run, and is to be killed.
+
+    `failure` is what it was found to be: hang, partition, gil, stall, deadlock, straggler. `reason` follows "Rank 2 ".
+    `fields` go into the event.
+    """
+
+    rank: int
+    failure: str
+    reason: str
+    fault_time: float
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class NoProgress:
+    """Nothing moves, and nobody is more to blame than others.
+
+    `waiting`: all wait in the same collective (they can connect again); else each is stuck in its own code.
+    """
+
+    waiting: bool
+    reason: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class NobodyComes:
+    """A slot that the run waits for cannot be filled."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class RankFenced:
     rank: int
 
@@ -96,6 +135,7 @@ class RankReady:
     committed: int  # -1: it holds no state of the training (it has just come, or a copy was broken off)
     in_flight: int | None = None  # the step it was in when it had to leave
     failure: Failure | None = None
+    anchor: int | None = None  # the step after which it has kept a copy of the whole state (0: the initial one)
 
 
 @dataclass(frozen=True)
@@ -191,6 +231,7 @@ class SendGo:
     source: int | None  # copies its state to those in `behind`
     behind: tuple[int, ...]
     hold_after: int | None
+    restore: int | None = None  # everybody but those in `behind` first goes back to its copy of the state after this
 
 
 @dataclass(frozen=True)
