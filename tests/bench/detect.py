@@ -93,7 +93,7 @@ def everything(session: harness.ftnb.Session, args: argparse.Namespace, length_s
         harness.wait_until(lambda: run.step > before + 50, "it goes on")
         time.sleep(2)
         blamed = [*of_kind(run, "rank_failed"), *of_kind(run, "rank_suspected")]
-        print(f"  everything stopped for {length_s:g} s: {'nobody blamed' if not blamed else blamed}", flush=True)
+        print(f"  everything stopped for {length_s:g} s: {blamed or 'nobody blamed'}", flush=True)
 
 
 def main() -> None:
