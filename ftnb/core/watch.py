@@ -300,16 +300,14 @@ class _View:
 
     def _nobody(self, over: list[Sign], failure: str, waiting: bool, what: str) -> dict[tuple[Any, str], Stuck]:
         stood = min(self.known_s(sign) for sign in over)
-        places = {_place(sign): [s.rank for s in over if _place(s) == _place(sign)] for sign in over}
+        places: dict[str, list[int]] = {}
+        for sign in over:
+            places.setdefault(_place(sign), []).append(sign.rank)
         where = ", ".join(f"{_ranks(ranks)} in {place}" for place, ranks in places.items())
-        slowest = max(over, key=lambda sign: limit_s(sign, self.limits) or 0.0)
-        reason = (
-            f"no rank has moved for {_s(stood)}, and each {what}: {where} "
-            f"({self._limit(slowest, limit_s(slowest, self.limits))})"
-        )
-        return {
-            ("all", failure): Stuck(failure, (), waiting, reason, max(sign.place_s for sign in over)),
-        }
+        longest = max(over, key=lambda sign: limit_s(sign, self.limits) or 0.0)
+        limit = self._limit(longest, limit_s(longest, self.limits))
+        reason = f"no rank has moved for {_s(stood)}, and each {what}: {where} ({limit})"
+        return {("all", failure): Stuck(failure, (), waiting, reason, max(sign.place_s for sign in over))}
 
     def _limit(self, sign: Sign, limit: float | None) -> str:
         """Where the limit comes from, in words."""
