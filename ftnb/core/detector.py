@@ -43,7 +43,7 @@ PHI_MAX = 99.0
 class Heartbeats:
     """Heartbeats of one rank; the clock is passed in (seconds, any origin)."""
 
-    __slots__ = ("_delays", "_interval_s", "_new", "_next_delay", "_number", "_offset", "_offset_now", "_offset_seen",
+    __slots__ = ("_delays", "_gap_s", "_interval_s", "_new", "_next_delay", "_number", "_offset", "_offset_now", "_offset_seen",
                  "_ordered", "_reference", "_sent", "_unfair_until", "last")  # fmt: skip
 
     def __init__(self, expected_interval_s: float) -> None:
@@ -59,7 +59,8 @@ class Heartbeats:
         self._offset = math.inf  # the smallest arrival minus sending of this block of heartbeats and the one before
         self._offset_now = math.inf
         self._offset_seen = 0
-        self._unfair_until = -math.inf  # what was sent before this (sender's clock) may have waited for the watcher
+        # The watcher's last pause: its end on the sender's clock (what was sent before may have waited for the watcher).
+        self._unfair_until, self._gap_s = -math.inf, 0.0
 
     def beat(self, now: float, number: int | None = None, sent: float | None = None) -> None:
         """One came; `number` counts those that were sent, `sent` is the sender's monotonic time.
@@ -84,7 +85,8 @@ class Heartbeats:
         if newest >= self._unfair_until and newest > -math.inf:
             # From when it was due, not from when it was sent: a sender that is late counts like a long way.
             self._remember(now - newest - max(1, number - self._number) * self._interval_s)
-        self._number, self._sent, self._reference = number, sent, sent
+        self._number, self._sent = number, sent
+        self._reference = sent if sent >= self._unfair_until else max(self._reference, self._moved(sent))
 
     def _remember(self, delay: float) -> None:
         self._new += 1
@@ -102,8 +104,12 @@ class Heartbeats:
         if self.last is None:
             return
         here = now - self._offset  # now, on the sender's clock
-        self._reference = max(self._reference, min(self._reference + gap_s, here))
-        self._unfair_until = here
+        self._unfair_until, self._gap_s = here, gap_s
+        self._reference = max(self._reference, self._moved(self._reference))
+
+    def _moved(self, sent: float) -> float:
+        """A time before the end of the watcher's last pause, moved on by the pause."""
+        return min(sent + self._gap_s, self._unfair_until)
 
     def age_s(self, now: float) -> float | None:
         """How old the newest news is: since it was sent, as far as two clocks can tell (at least since it came)."""

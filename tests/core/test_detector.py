@@ -222,6 +222,16 @@ def test_delays_that_the_watcher_caused_are_not_remembered():
     assert heartbeats.phi(now + 0.5) >= 8
 
 
+def test_a_message_from_before_the_pause_that_comes_after_it_is_no_reason_for_suspicion():
+    """It makes the newest news newer, yet still older than the pause."""
+    heartbeats, last = punctual()
+    heartbeats.excuse(5.0, last + 5.0)
+    heartbeats.beat(last + 5.0, 401, -500.0 + 400 * INTERVAL_S)
+    heartbeats.beat(last + 5.0, 402, -500.0 + 401 * INTERVAL_S)
+    assert heartbeats.phi(last + 5.1) == 0.0
+    assert heartbeats.phi(last + 5.5) >= 8
+
+
 def test_a_pause_before_the_last_message_excuses_nothing_in_advance():
     heartbeats, last = punctual()
     heartbeats.excuse(60.0, last)
