@@ -42,7 +42,7 @@ LINK_TIMEOUT_S = 0.5  # an I/O thread that gets no answer for so long calls the 
 LIMITS = watch.Limits(hang_timeout_s=10.0)
 SUM_S = 0.003  # of the gradients, once all have come
 FAULTS = ("kill", "loss", "hang", "partition")
-FOUND_TO_BE = {"hang": "hang"}  # else "partition"
+FOUND_TO_BE = {"kill": "partition", "loss": "partition", "hang": "hang", "partition": "partition", "gil": "gil"}
 
 
 @dataclass(eq=False, slots=True)
@@ -125,7 +125,7 @@ class Fleet:
             (plan.fault_every_s, self.break_one), (plan.busy_every_s, self.hold_lock),
             (plan.pause_every_s, self.pause), (plan.evaluate_every_s, self.evaluate),
         ):  # fmt: skip
-            at = self.now + 2.0
+            at = self.now + 6.0  # by then the detector has seen enough of each
             while every_s and (at := at + rng.expovariate(1 / every_s)) < end - plan.quiet_s:
                 trouble.append((at, what))
         for at, what in sorted(trouble, key=lambda item: item[0]):
@@ -142,13 +142,17 @@ class Fleet:
         while self.now + TICK_S <= at:
             self.one_tick()
 
-    def break_one(self, fault: str | None = None) -> None:
+    def break_one(self) -> None:
         well = [rank for rank in self.ranks if rank.fault is None and rank.number in self.state.alive]
-        if len(well) < 3:
-            return
-        rank, now = self.rng.choice(well), self.now
-        rank.fault, rank.fault_time = fault or self.rng.choice(FAULTS), now
-        rank.link_lost = now + LINK_TIMEOUT_S
+        if len(well) > 2:
+            self.break_rank(self.rng.choice(well), self.rng.choice(FAULTS))
+
+    def break_rank(self, rank: Rank, fault: str) -> None:
+        """One of FAULTS, or "gil": it holds the interpreter lock for ever."""
+        now = self.now
+        rank.fault, rank.fault_time = fault, now
+        if fault != "gil":
+            rank.link_lost = now + LINK_TIMEOUT_S
         if rank not in self.group:
             return
         self.step_end = math.inf
