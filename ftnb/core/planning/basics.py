@@ -28,7 +28,7 @@ def regroup(state: State) -> tuple[State, list[Action]]:
     Whoever has got a slot meanwhile enters with it.
     """
     if state.early_commits:
-        state = went_back(state)
+        state = replace(state, committed=max(state.committed, state.early_commits[-1].step))
     generation = state.generation + 1
     newcomers = (state.newcomers & state.alive) | state.joiners
     entered = {**state.entered, **dict.fromkeys(state.joiners, generation)}
@@ -140,12 +140,14 @@ def restart_after(state: State, ranks: Iterable[int]) -> State:
     return replace(state, going_back=replace(back, waits=True))
 
 
-def restart_words(state: State) -> str:
-    """What a run waits for that is to go back with all its ranks; the rest of a sentence."""
+def restart_words(state: State, lost: Iterable[int]) -> str:
+    """How a run goes on that is to go back with all its ranks."""
     missing = frozenset(range(state.wanted)) - state.alive - state.joiners
     if missing:
-        return f"waits until there is {words.ranks(missing)} again; then all go back."
-    return "all slots are filled; all go back."
+        return f"the run waits for a new {words.ranks(missing)}; then all go back."
+    if replaced := state.joiners.intersection(lost):
+        return f"a spare takes the place of {words.ranks(replaced)}, and all go back."
+    return "all that are left go back."
 
 
 # --- incidents ---------------------------------------------------------------------------------------------

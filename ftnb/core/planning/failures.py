@@ -207,7 +207,7 @@ def _go_back(
         state = open_incident(now, state, (), now)
     state = blame(state, lost)
     if state.incident is not None and not state.incident.what:
-        state = replace(state, incident=replace(state.incident, what=f"{what} was noticed"))
+        state = replace(state, incident=replace(state.incident, what=f"it was noticed that {what}"))
     waits = bool(state.going_back and state.going_back.waits)
     state = replace(state, going_back=GoingBack(what, waits, (*verdict, state.trained)))
     filled: list[Action] = []
@@ -221,7 +221,7 @@ def _go_back(
     if lost:
         said += f" without {words.ranks(lost)}"
         if state.going_back and state.going_back.waits:
-            said = restart_words(state).rstrip(".")
+            said = restart_words(state, lost).rstrip(".")
         elif filled:
             said = f"all ranks go back to an earlier state, and a spare takes the place of {words.ranks(lost)}"
     actions.append(Emit("regroup_started", f"Generation {state.generation + 1}: {said}."))
@@ -246,9 +246,9 @@ def judge_exceptions(now: float, state: State) -> tuple[State, list[Action]]:
     # Those that have just come hold no state yet, and have not tried the step: one of them proves nothing.
     have = {rank for rank in state.alive if state.ready[rank].committed >= 0}
     tried = have.intersection(raised) or raised
-    if state.going_back is None or state.going_back.sent is None:
+    if have and (state.going_back is None or state.going_back.sent is None):
         # Should the run end here: what the survivors have. A rank that died may have been a step ahead.
-        state = replace(state, committed=max([0, *(state.ready[rank].committed for rank in have)]))
+        state = replace(state, committed=max(state.ready[rank].committed for rank in have))
     first = min(tried, key=lambda rank: raised[rank].time)
     failure = raised[first]
     all_raised = set(raised) | state.left_out
@@ -301,7 +301,7 @@ def _replace_raisers(state: State, actions: list[Action], raised: frozenset[int]
     actions += [Kill(rank, "it raised an exception, and is to be replaced") for rank in sorted(raised)]
     state = restart_after(lose(state, raised), raised)
     state, filled = fill(vacate(state, raised, state.refill))
-    reason = f"Generation {state.generation + bool(filled)}: the run {restart_words(state)}"
+    reason = f"Generation {state.generation}: {restart_words(state, raised)}"
     return state, [*actions, *filled, Emit("regroup_started", reason)]
 
 

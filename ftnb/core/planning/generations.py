@@ -14,6 +14,7 @@ from ftnb.core.planning.basics import (
     stands,
     unfence,
     vacate,
+    went_back,
 )
 from ftnb.core.planning.failures import hear_verdicts, judge, judge_exceptions
 from ftnb.core.planning.holds import send_hold, stop_instead_of_restart, want_change
@@ -231,7 +232,7 @@ def step_committed(now: float, state: State, event: StepCommitted) -> tuple[Stat
         # A commit proves that all have formed; only their messages are late, and carry times that are needed.
         if state.early_commits and event.step <= state.early_commits[-1].step:
             return state, []
-        return replace(state, early_commits=(*state.early_commits, event)), []
+        return went_back(replace(state, early_commits=(*state.early_commits, event))), []
     state = replace(state, committed=event.step, fruitless=0)
     actions: list[Action] = []
     if state.left_out and not (state.failed_step and event.step < state.failed_step[0]):

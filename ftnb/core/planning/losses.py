@@ -102,7 +102,7 @@ def _lost(now: float, state: State, loss: _Loss) -> tuple[State, list[Action]]:
     state, filled = fill(vacate(state, {rank}, state.refill or had_no_state))
     actions += filled
     if state.restart:
-        going_on = f"the run {restart_words(state)}"
+        going_on = restart_words(state, {rank})
     elif filled:
         going_on = f"a spare takes the place of rank {rank}."
     else:
