@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import traceback
 
 MAX_LINES = 30
+CELL = "<ft_train cell>"  # as `cell.FILENAME`, for which torch would have to be imported
 _HERE = os.path.dirname(os.path.abspath(__file__))
-# How the training thread came to what it does: the same in every stack.
-_OUTER_FILES = {os.path.abspath(os.__file__.replace("os.py", "threading.py")), os.path.join(_HERE, "worker.py")}
+# How the training thread came to what it does (or that it has nothing to do): the same in every stack.
+_OUTER_FILES = {os.path.abspath(threading.__file__), *(os.path.join(_HERE, name) for name in ("worker.py", "agent.py"))}
 
 
 def stack_of(thread_id: int | None) -> list[str]:
@@ -24,8 +26,7 @@ def stack_of(thread_id: int | None) -> list[str]:
     frames = traceback.extract_stack(frame)
     while frames and os.path.abspath(frames[0].filename) in _OUTER_FILES:
         del frames[0]
-    # Code without a file comes from a notebook. Threads and generators of the standard library have files.
-    cell = next((n for n, found in enumerate(frames) if found.filename.startswith("<ft_train")), 0)
+    cell = next((n for n, found in enumerate(frames) if found.filename == CELL), 0)
     lines: list[str] = []
     for found in frames[cell:]:
         lines.append(f'File "{_short(found.filename)}", line {found.lineno}, in {found.name}')
