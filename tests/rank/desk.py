@@ -8,16 +8,17 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+import lone_rank
 import zmq
+from peers import new_process
 from zmq.utils.monitor import recv_monitor_message
 
 from ftnb.supervisor.store import StoreServer
@@ -62,7 +63,7 @@ class Desk:
     def __init__(self, directory: Path, heartbeat_ms: tuple[int, int] | None = None) -> None:
         self.directory = directory
         self.answering = True  # a word to each rank every now and then, as the supervisor does it
-        self.ranks: dict[int, subprocess.Popen[bytes]] = {}
+        self.ranks: dict[int, ForkServerProcess] = {}
         self.rings: dict[int, RingReader] = {}
         self.heard: dict[int, list[dict[str, Any]]] = {}
         self.links: deque[int] = deque()  # events of the socket's monitor
@@ -94,7 +95,7 @@ class Desk:
     def __exit__(self, *_: object) -> None:
         for process in self.ranks.values():
             process.kill()
-            process.wait()
+            process.join()
         self._closing = True
         self._thread.join()
         self._monitor.close(0)
@@ -103,22 +104,23 @@ class Desk:
         for ring in self.rings.values():
             ring.close()
 
-    def start(self, rank: int, *settings: str, linger_s: float = 60.0) -> subprocess.Popen[bytes]:
-        """Start a rank and wait until it is idle; `settings`: see `lone_rank`."""
+    def start(self, rank: int, linger_s: float = 60.0, **constants: float) -> ForkServerProcess:
+        """Start a rank and wait until it is idle; `constants`: see `lone_rank`."""
         self.heard[rank] = []
         self.rings[rank] = RingReader(self.directory / f"rank-{rank}.ring")
         environment = {
-            **os.environ, "FTNB_CONNECTION": str(self.directory / "connection.json"), "FTNB_RANK": str(rank),
+            "FTNB_CONNECTION": str(self.directory / "connection.json"), "FTNB_RANK": str(rank),
             "FTNB_RING": str(self.rings[rank].path), "FTNB_KEY": f"rank{rank}", "FTNB_LINGER_S": str(linger_s),
-            "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "IPYTHONDIR": str(self.directory), "FTNB_RUNTIME_DIR": str(self.directory),
-        }  # fmt: skip
-        script = Path(__file__).with_name("lone_rank.py")
-        self.ranks[rank] = subprocess.Popen(
-            [sys.executable, str(script), *settings], env=environment, cwd=self.directory,
-            stdout=(self.directory / f"rank-{rank}.out").open("wb"), stderr=subprocess.STDOUT,
-        )
+            "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "IPYTHONDIR": str(self.directory),
+            "FTNB_RUNTIME_DIR": str(self.directory),
+        }
+        self.ranks[rank] = new_process(lone_rank.main, environment, str(self._output(rank)), constants)
+        self.ranks[rank].start()
         self.hear(rank, "warm")
         return self.ranks[rank]
+
+    def _output(self, rank: int) -> Path:
+        return self.directory / f"rank-{rank}.out"
 
     def train(self, *ranks: int, cell: str = CELL, **options: Any) -> None:
         """Let these ranks train that cell, and wait until each has done a step."""
@@ -199,8 +201,8 @@ class Desk:
 
     def _about(self, rank: int) -> str:
         ops = [m for m in self.heard[rank] if m["op"] != "beat"][-3:]
-        output = (self.directory / f"rank-{rank}.out").read_text(errors="replace")[-2000:]
-        return f"{ops}, exit status {self.ranks[rank].poll()}, {output}"
+        output = self._output(rank).read_text(errors="replace")[-2000:] if self._output(rank).exists() else ""
+        return f"{ops}, exit status {self.ranks[rank].exitcode}, {output}"
 
     # --- the thread that has the socket
 
@@ -231,9 +233,10 @@ class Desk:
                     self._changed.notify_all()
 
 
-def end(process: subprocess.Popen[bytes]) -> int:
-    """The exit status, as Popen gives it, of a process that ends by itself."""
-    return process.wait(DEADLINE_S)
+def end(process: ForkServerProcess) -> int | None:
+    """The exit status (negative: a signal) of a process that ends by itself; None when it does not."""
+    process.join(DEADLINE_S)
+    return process.exitcode
 
 
 def stopped(pid: int) -> bool:

@@ -1,15 +1,9 @@
-"""A rank without an engine: the real agent and training thread in a process of their own; see `desk`.
-
-    python lone_rank.py [NAME=NUMBER …]      sets constants of ftnb.rank.agent, or of ftnb.wire.sockets
-
-Environment as the supervisor gives it to an engine.
-"""
+"""A rank without an engine: the real agent and training thread in a process of their own; see `desk`."""
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
 from pathlib import Path
 
 from IPython.core.interactiveshell import InteractiveShell
@@ -18,18 +12,19 @@ from ftnb.rank import agent, engine
 from ftnb.wire import sockets
 
 
-def main() -> None:
-    for setting in sys.argv[1:]:
-        name, value = setting.split("=")
+def main(environment: dict[str, str], output: str, constants: dict[str, float]) -> None:
+    """As in an engine; `constants` of ftnb.rank.agent or ftnb.wire.sockets have other values."""
+    fd = os.open(output, os.O_WRONLY | os.O_CREAT)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.environ.update(environment)
+    os.chdir(Path(output).parent)
+    for name, value in constants.items():
         (module,) = [module for module in (agent, sockets) if hasattr(module, name)]
-        setattr(module, name, type(getattr(module, name))(value))
+        setattr(module, name, value)
     InteractiveShell.instance()
     connection = sockets.Connection.load(Path(os.environ["FTNB_CONNECTION"]))
     engine.agent = agent.Agent(connection, int(os.environ["FTNB_RANK"]), float(os.environ["FTNB_LINGER_S"]))
     engine.agent.start()
     while True:
         signal.pause()
-
-
-if __name__ == "__main__":
-    main()

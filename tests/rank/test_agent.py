@@ -192,11 +192,13 @@ def sign_of_life(tmp_path: Path) -> Iterator[None]:
 
 
 # Words are missing for 3 s in all; ZeroMQ gives a silent connection up after 0.5 s, and makes a new one.
-ALONE = ("ALONE_EXTRA_S=2.8", "BEAT_AFTER_WORD_S=1", "HEARTBEAT_INTERVAL_MS=100", "HEARTBEAT_TIMEOUT_MS=500")
+ALONE = {
+    "ALONE_EXTRA_S": 2.8, "BEAT_AFTER_WORD_S": 1.0, "HEARTBEAT_INTERVAL_MS": 100, "HEARTBEAT_TIMEOUT_MS": 500,
+}  # fmt: skip
 
 
 def test_who_is_cut_off_ends_itself_but_not_the_cluster_of_a_supervisor_that_is_there(desk, bystander, sign_of_life):
-    desk.start(0, *ALONE, linger_s=0.2)
+    desk.start(0, linger_s=0.2, **ALONE)
     desk.train(0)
     desk.inject(0, "partition")
     assert end(desk.ranks[0]) == 3
@@ -206,7 +208,7 @@ def test_who_is_cut_off_ends_itself_but_not_the_cluster_of_a_supervisor_that_is_
 
 
 def test_when_the_supervisor_is_gone_as_well_it_ends_the_whole_cluster(desk, bystander):
-    desk.start(0, *ALONE, linger_s=0.2)
+    desk.start(0, linger_s=0.2, **ALONE)
     desk.inject(0, "partition")
     assert end(desk.ranks[0]) == 3
     wait_until(lambda: bystander.poll() is not None, "the cluster is ended")
@@ -214,7 +216,7 @@ def test_when_the_supervisor_is_gone_as_well_it_ends_the_whole_cluster(desk, bys
 
 @pytest.mark.parametrize("kind", ["gil", "hang"])
 def test_a_rank_without_a_word_ends_even_if_python_cannot_run(desk, sign_of_life, kind):
-    desk.start(0, "ALONE_EXTRA_S=1", "DEAD_MAN_EXTRA_S=1", linger_s=0.2)
+    desk.start(0, linger_s=0.2, ALONE_EXTRA_S=1.0, DEAD_MAN_EXTRA_S=1.0)
     desk.train(0, hang_timeout_s=1.0)
     # Armed for the training by now, not any more for the loading of a cell, which may take longer.
     until = time.monotonic() + 1.5
@@ -224,7 +226,7 @@ def test_a_rank_without_a_word_ends_even_if_python_cannot_run(desk, sign_of_life
 
 
 def test_python_may_be_silent_for_as_long_as_a_supervisor_puts_up_with_it(desk):
-    desk.start(0, "ALONE_EXTRA_S=0.2", "DEAD_MAN_EXTRA_S=0.2", linger_s=0.2)
+    desk.start(0, linger_s=0.2, ALONE_EXTRA_S=0.2, DEAD_MAN_EXTRA_S=0.2)
     desk.train(0, hang_timeout_s=30.0)
     until = time.monotonic() + 1.5
     wait_until(lambda: time.monotonic() > until, "a word")
