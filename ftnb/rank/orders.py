@@ -6,6 +6,9 @@ import threading
 from dataclasses import dataclass, field
 from typing import Any
 
+# Where in a step each kind strikes.
+POINTS = {"kill": "forward", "slow": "forward", "nan": "gradients", "deadlock": "gradients", "bitflip": "updated"}
+
 
 class Superseded(Exception):
     """A newer generation is wanted: leave this one."""
@@ -19,7 +22,10 @@ class Dropped(Exception):
 class Fault:
     fault_id: int
     kind: str
-    at_step: int
+    at_step: int | None  # None: in the step in flight, or the next one
+    duration_s: float | None = None
+    factor: float | None = None
+    seed: int = 0
     allowed: threading.Event = field(default_factory=threading.Event)
 
 
@@ -75,7 +81,7 @@ class Orders:
     def add_fault(self, fault: Fault) -> bool:
         """False when `at_step` is past already."""
         with self._changed:
-            if fault.at_step <= self._step:
+            if fault.at_step is not None and fault.at_step <= self._step:
                 return False
             self._faults.append(fault)
             return True
@@ -138,11 +144,15 @@ class Orders:
                 self._changed.wait()
             self.check(generation)
 
-    def due_fault(self, step: int) -> Fault | None:
+    def due_faults(self, step: int, point: str) -> list[Fault]:
+        """Those that strike at this point of this step, and have not been allowed yet."""
         if not self._faults:
-            return None
+            return []
         with self._changed:
-            return next((f for f in self._faults if f.at_step == step and not f.allowed.is_set()), None)
+            return [
+                f for f in self._faults
+                if f.at_step in (step, None) and POINTS[f.kind] == point and not f.allowed.is_set()
+            ]  # fmt: skip
 
     def take_snapshot_wish(self) -> bool:
         if not self._snapshot_wanted:
