@@ -31,7 +31,6 @@ class StepFaults:
 
     def __init__(self, link: WorkLink, orders: Orders, whereabouts: Whereabouts) -> None:
         self._link, self._orders, self._whereabouts = link, orders, whereabouts
-        self._given_up: set[int] = set()  # those that were not allowed in time
         self._slow: tuple[float, float] | None = None  # factor, until when
 
     def strike(self, point: str, group: Group, step: int) -> list[Fault]:
@@ -43,14 +42,9 @@ class StepFaults:
         return [fault for fault in due if self._allowed(fault, step) and not self._done(fault, group, step)]
 
     def _allowed(self, fault: Fault, step: int) -> bool:
-        """Tell the supervisor, which puts it on record first; False when no word of it comes."""
-        if fault.fault_id in self._given_up:
-            return False
+        """Tell the supervisor, which puts it on record first; False when no word of it comes: then it is forgotten."""
         self._link.tell("fault_due", fault_id=fault.fault_id, step=step)
-        if not fault.allowed.wait(ALLOW_TIMEOUT_S):
-            self._given_up.add(fault.fault_id)
-            return False
-        return True
+        return fault.allowed.wait(ALLOW_TIMEOUT_S)
 
     def _done(self, fault: Fault, group: Group, step: int) -> bool:
         if fault.kind == "slow":
