@@ -185,7 +185,7 @@ def test_large_gradients_are_finite_until_their_sum_is_not(tmp_path, clip_norm):
                 assert found == [["the sum over all ranks", False]] * 2 and norms == [None, None]
 
 
-def finite(rank: int, directory: Path, dtype: str) -> Any:
+def finite(rank: int, directory: Path, dtype: str, weighted: bool) -> Any:
     """The norm against torch's own, over buckets that are laid out anew after the first step."""
     code = MODEL + f"model.to(torch.{dtype})\n" + """
 dataset = [(x.to(model[0].weight.dtype), y.to(model[0].weight.dtype)) for x, y in dataset]
@@ -196,6 +196,12 @@ class Optimizer(torch.optim.SGD):
 norms = []
 optimizer = Optimizer(model.parameters(), lr=0.01)
 """
+    if weighted:
+        code += """
+mse, loss_fn = loss_fn, None
+def training_step(model, batch):
+    return {"loss": mse(model(batch[0]), batch[1]), "weight": 3.0 + rank}
+"""
     peer = peers.Peer(rank, directory, code)
     thread = peer.start([0, 1])
     peer.link.wait_told("finished", 1)
@@ -203,7 +209,7 @@ optimizer = Optimizer(model.parameters(), lr=0.01)
     return peer.namespace["norms"], [r[6] for r in peer.link.reported("committed")]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
-def test_the_norm_is_that_of_the_averaged_gradient(tmp_path, dtype):
-    for expected, norms in peers.run_ranks(finite, 2, tmp_path, dtype):
+@pytest.mark.parametrize("dtype, weighted", [("float32", False), ("float32", True), ("float64", False), ("bfloat16", False)])
+def test_the_norm_is_that_of_the_averaged_gradient(tmp_path, dtype, weighted):
+    for expected, norms in peers.run_ranks(finite, 2, tmp_path, dtype, weighted):
         assert norms == pytest.approx(expected, rel=1e-5) and len(norms) == 8

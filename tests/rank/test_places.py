@@ -176,7 +176,7 @@ def test_a_rank_that_is_slowed_down_takes_so_many_times_as_long(tmp_path):
 
 def test_a_rank_is_slowed_down_for_so_long(tmp_path):
     _, slow = peers.run_ranks(slowed_down, 2, tmp_path, 0.03)
-    assert 0.05 <= slow[2]  # its own 20 ms, and the 30 that the fault lasts
+    assert slow[2] >= 0.05  # its own 20 ms, and the 30 that the fault lasts
     assert min(slow[3:]) < 6 * 0.02
 
 
