@@ -23,6 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ftnb.rank.whereabouts import Whereabouts
+
 # How long a wait goes on before it looks up. An operation that ends, or fails, ends the wait at once.
 SLICE = timedelta(milliseconds=20)
 # Once Gloo has closed its connections, what it has in hand ends at once, or never. It is not waited for any longer:
@@ -70,8 +72,10 @@ class _Waiter(threading.Thread):
 class Collectives:
     """What one generation's ranks exchange. The training thread calls; `break_off` may come from any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, whereabouts: Whereabouts | None = None) -> None:
         self.broken = False
+        self._buckets: list[torch.Tensor] = []
+        self._whereabouts = whereabouts or Whereabouts()
         self._in_hand: list[dist.Work] = []
         self._waiter: _Waiter | None = None
 
@@ -88,24 +92,47 @@ class Collectives:
         happens in place, and the gradients are views of the bucket.
         """
         buffer = bucket.buffer()
+        self._buckets.append(buffer)
         self._in_hand.append(dist.group.WORLD.allreduce([buffer]))
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         done.set_result(buffer)
         return done
 
-    def wait_for_gradients(self) -> None:
-        for work in self._in_hand:
-            self._wait(work)
+    def wait_for_gradients(self) -> list[torch.Tensor]:
+        """The sums, as flat tensors: DDP's buckets, of which the parameters' gradients are views."""
+        with self._whereabouts:
+            for work in self._in_hand:
+                self._wait(work)
         self._in_hand.clear()
+        buckets, self._buckets = self._buckets, []
+        return buckets
+
+    def gather(self, own: torch.Tensor) -> list[torch.Tensor]:
+        """The tensor of every rank, by torch rank; equal shapes and types."""
+        everybody = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        self._call(dist.all_gather(everybody, own, async_op=True))
+        return everybody
+
+    def barrier(self) -> None:
+        """Wait until every rank has called this."""
+        self._call(dist.barrier(async_op=True))
+
+    def rebuild_buckets(self, ddp: torch.nn.parallel.DistributedDataParallel) -> None:
+        """Let DDP lay its buckets out anew, once, after a group's first step; all ranks must call it together.
+
+        DDP would do it when its forward pass begins, and wait there for all ranks: a rank that waits for a peer would
+        then be seen in the forward pass, as if its own code was slow.
+        """
+        with self._whereabouts:
+            if ddp.reducer._rebuild_buckets():
+                ddp._has_rebuilt_buckets = True
 
     def broadcast(self, tensors: Sequence[torch.Tensor], source: int) -> None:
         """Overwrite the tensors with those of torch rank `source`; those of one type travel together."""
         for dtype in dict.fromkeys(t.dtype for t in tensors):
             same = [t for t in tensors if t.dtype == dtype]
             flat = same[0] if len(same) == 1 and same[0].is_contiguous() else torch.cat([t.reshape(-1) for t in same])
-            self._in_hand.append(dist.broadcast(flat, source, async_op=True))
-            self._wait(self._in_hand[-1])
-            self._in_hand.clear()
+            self._call(dist.broadcast(flat, source, async_op=True))
             if flat is not same[0]:
                 with torch.no_grad():
                     for tensor, new in zip(same, flat.split([t.numel() for t in same])):
@@ -126,7 +153,8 @@ class Collectives:
         finally:
             waiter.start()
         if not self.broken:  # looked at when `break_off` can find the waiter already
-            waiter.woken.wait()
+            with self._whereabouts:
+                waiter.woken.wait()
         if self.broken:
             raise BrokenOff("the process group was given up")
         if waiter.error is not None:
@@ -155,6 +183,12 @@ class Collectives:
                 return False
             time.sleep(0.001)
         return True
+
+    def _call(self, work: dist.Work) -> None:
+        self._in_hand.append(work)
+        with self._whereabouts:
+            self._wait(work)
+        self._in_hand.clear()
 
     def _wait(self, work: dist.Work) -> None:
         while not self.broken:

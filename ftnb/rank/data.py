@@ -98,10 +98,19 @@ class BatchSource:
             share = self._planned.popleft()
         else:
             share = next(self._plan)
-            indices, dataset = share.indices, self._fetch.dataset
-            many = isinstance(self._fetch, _FetchMany)
-            batch = self._collate.collate_fn(dataset.__getitems__(indices) if many else [dataset[i] for i in indices])
+            indices, batch = share.indices, self._fetch_here(share.indices)
         return share, indices, to_device(batch, self._device)
+
+    def again(self, indices: list[int], batch: Any) -> Any:
+        """The batch of the step in hand once more: fetched anew, if that was done in this process.
+
+        Then the same random numbers are drawn as in the first try, and what a step changed in its batch is undone.
+        """
+        return batch if self._loader is not None else to_device(self._fetch_here(indices), self._device)
+
+    def _fetch_here(self, indices: list[int]) -> Any:
+        dataset, many = self._fetch.dataset, isinstance(self._fetch, _FetchMany)
+        return self._collate.collate_fn(dataset.__getitems__(indices) if many else [dataset[i] for i in indices])
 
     def close(self) -> None:
         if self._batches is not None:

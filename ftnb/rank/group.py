@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from ftnb.rank.collectives import Collectives, keep_until_settled
 from ftnb.rank.link import Superseded, WorkLink
+from ftnb.rank.whereabouts import Whereabouts
 
 # Connecting takes tens of milliseconds. A peer that dies meanwhile leaves others waiting for its call, which
 # nothing can end but this; doubled for every attempt that failed for no other reason (a very busy machine).
@@ -85,14 +86,17 @@ def _to_bytes(value: Any) -> bytes:
 class Group:
     """The default process group of one generation. `torch_rank` and `world_size` are internal to it."""
 
-    def __init__(self, generation: int, members: list[int], rank: int, backend: str, device: torch.device) -> None:
+    def __init__(
+        self, generation: int, members: list[int], rank: int, backend: str, device: torch.device,
+        whereabouts: Whereabouts | None = None,
+    ) -> None:  # fmt: skip
         self.generation = generation
         self.members = members
         self.torch_rank = members.index(rank)
         self.world_size = len(members)
         self._backend = backend
         self._device = device
-        self.collectives = Collectives()
+        self.collectives = Collectives(whereabouts)
         self._lock = threading.Lock()
         self._sockets: list[tuple[int, int]] = []  # (fd, inode)
         self._aborted = False

@@ -11,10 +11,11 @@ added: the sum is the gradient of the mean over all G samples, whatever W is.
 
 from __future__ import annotations
 
+import contextlib
 import math
-import os
 import time
 import traceback
+import warnings
 from typing import Any
 
 import torch
@@ -22,25 +23,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ftnb.core import sampler
 from ftnb.errors import CheckError
-from ftnb.rank import cell, faults, state, transfer
-from ftnb.rank.data import BatchSource
+from ftnb.rank import blame, cell, health, replicas, state, stepfaults, transfer
+from ftnb.rank.anchor import Anchor
+from ftnb.rank.data import BatchSource, Share
+from ftnb.rank.forward import Forward
+from ftnb.rank.gradients import Gradients
 from ftnb.rank.group import FORM_TIMEOUT_S, MAX_FORM_TIMEOUT_S, Group
 from ftnb.rank.link import WorkLink
 from ftnb.rank.orders import Dropped, Orders, Superseded
-
-# What torch 2.13 says when a Gloo or NCCL peer is gone; anything else that comes up in a step is the user's.
-_COLLECTIVE_SIGNS = (
-    "gloo", "nccl", "connection closed by peer", "connection reset", "connection refused", "broken pipe",
-    "connectfullmesh", "timed out waiting", "socket", "process group",
-)
-
-
-# DDP's forward (buffers) and backward (gradients), torch.distributed itself, and ftnb's own calls of it.
-_COLLECTIVE_FILES = (
-    *(os.path.join(os.path.dirname(torch.__file__), *part) for part in
-      (("autograd", ""), ("distributed", ""), ("nn", "parallel", "distributed.py"))),
-    os.path.join(os.path.dirname(os.path.abspath(__file__)), ""),
-)  # fmt: skip
+from ftnb.rank.whereabouts import Whereabouts
 
 
 class Training:
@@ -63,18 +54,29 @@ class Training:
         self._backend, self._link, self._orders = backend, link, orders
         self._group: Group | None = None
         self._form_timeout_s = FORM_TIMEOUT_S
-        self._trainable = [p for p in job.model.parameters() if p.requires_grad]
+        self._where = Whereabouts()
+        self._forward, self._gradients = Forward(job), Gradients(job, options["clip_norm"])
+        self._faults = stepfaults.StepFaults(link, orders, self._where)
         self._has_buffers = next(job.model.buffers(), None) is not None
         self._snapshot = state.StepSnapshot(job.model if self._has_buffers else None)
         self._steps_per_epoch = sampler.steps_per_epoch(job.dataset_len, options["global_batch"])
-        self._weight: torch.nn.Parameter | None = None
-        if job.training_step:
-            self._weight = torch.nn.Parameter(torch.zeros((), dtype=torch.float32, device=job.device))
+        self._on_nan = options.get("on_nan") or "stop"
+        self._check_every: int | None = options.get("check_replicas")
+        self._checked = (0, 0)  # generation and step of the last check
+        self._anchor: Anchor | None = None
+        if options.get("recovery") == "restart" or self._on_nan == "rollback" or self._check_every:
+            self._anchor = Anchor()
+            self._anchor.take(job, 0)  # what the cell has made is the state after no step, also for who joins later
         self.source = BatchSource(
             job.dataset, job.collate_fn, global_batch=options["global_batch"], total_steps=self.total_steps,
             seed=options["seed"], workers=options["workers"], device=job.device,
             min_real=2 if job.has_batchnorm else 1,
         )
+
+    @property
+    def place(self) -> tuple[str, int | None, float]:
+        """Where the training thread is: name, step, and time.monotonic() since when. From any thread."""
+        return self._where.place
 
     # --- generations
 
@@ -89,14 +91,17 @@ class Training:
         failure: dict[str, Any] | None = None
         try:
             while True:
+                if self.stage != "finished":
+                    self._where.at("wait", self.in_flight)
                 generation = self._orders.next_generation(self.generation)
                 self._take_wanted_snapshot()
                 if generation <= self.generation:
                     continue
                 self.generation, self.stage, self.digest = generation, "ready", None
+                self._where.at("wait", self.in_flight)
                 self._link.tell(
                     "ready", generation=generation, committed=self.committed, in_flight=self.in_flight,
-                    failure=failure,
+                    failure=failure, anchor=self._anchor.step if self._anchor is not None else None,
                 )
                 try:
                     order = self._orders.wait_go(generation)
@@ -107,7 +112,8 @@ class Training:
                 except Dropped:
                     raise
                 except BaseException as error:  # user code may call sys.exit()
-                    failure = self._explain(error, generation)
+                    step = self.in_flight if self.in_flight is not None else max(self.committed, 0)
+                    failure = blame.explain(error, step, self._group is not None and self._group.aborted)
                     # The error holds frames that hold the old group; kept alive, it would leak sockets and threads.
                     traceback.clear_frames(error.__traceback__)
                     error.__traceback__ = None
@@ -125,7 +131,9 @@ class Training:
             self.source.close()
 
     def _generation(self, order: dict[str, Any]) -> None:
-        group = Group(order["generation"], order["members"], self.rank, self._backend, self.job.device)
+        first_step = order["first_step"]
+        self._where.at("form", first_step)
+        group = Group(order["generation"], order["members"], self.rank, self._backend, self.job.device, self._where)
         self._group = group
         try:
             group.form(self._link, self._form_timeout_s)
@@ -135,10 +143,12 @@ class Training:
             raise
         self._form_timeout_s = FORM_TIMEOUT_S
         formed_at = time.time()
-        first_step = order["first_step"]
+        self._where.at("share", first_step)
         # Before anything is given away: who joins shall not get statistics of a step that is to be done again.
         if self.in_flight == first_step and self._snapshot.step == first_step and self.committed == first_step - 1:
             self._snapshot.restore()
+        if order.get("restore") is not None and self.rank not in order["behind"]:
+            self._go_back(order["restore"])
         self._share_state(group, order)
         self.in_flight = None
         ddp = self._wrap(group)
@@ -151,6 +161,7 @@ class Training:
             while (held_after := self._orders.enter_step(step, group.generation)) is not None:
                 self._take_wanted_snapshot()
                 self.stage = "held"
+                self._where.at("held", held_after)
                 self._link.tell("held", generation=group.generation, step=held_after)
                 self._orders.wait_released(step, group.generation)
                 self.stage = "training"
@@ -163,28 +174,31 @@ class Training:
 
         All members hold equal weights already (checked, or copied just now), so nothing is synchronised.
         """
-        model = self.job.model
-        self._forget_gradients()
-        if self._weight is not None:
-            # The weight of this rank's loss rides along as the gradient of one more parameter: the sum of all
-            # weights then needs no collective of its own. It is hidden from the model again at once.
-            self._weight.grad = None
-            model.register_parameter("_ftnb_weight", self._weight)
+        model, weight = self.job.model, self._gradients.weight
+        self._gradients.forget()
+        if weight is not None:  # hidden from the model again at once
+            model.register_parameter("_ftnb_weight", weight)
         try:
             ddp = DistributedDataParallel(
                 model, device_ids=[self.job.device.index] if self.job.device.type == "cuda" else None,
                 init_sync=False, forward_sync_buffers=False, gradient_as_bucket_view=True,
             )
             ddp.register_comm_hook(None, group.collectives.sum_gradients)
-            if self.job.training_step:
-                ddp.register_forward_pre_hook(self._note_forward)
+            self._forward.watch(ddp)
             return ddp
         finally:
-            if self._weight is not None:
+            if weight is not None:
                 del model._parameters["_ftnb_weight"]
 
-    def _note_forward(self, *_: Any) -> None:
-        self._forward_called = True
+    def _go_back(self, step: int) -> None:
+        """The state after `step`, of which every rank that is not behind has kept a copy."""
+        if self._anchor is None or self._anchor.step != step:
+            held = self._anchor and self._anchor.step
+            raise RuntimeError(f"asked to go back to step {step}, but the copy that is kept here is of step {held}")
+        self._invalidate()  # should it be broken off
+        self._anchor.restore(self.job)
+        self.committed = step
+        self._snapshot.step = 0  # that was of a step which has not begun any more
 
     def _share_state(self, group: Group, order: dict[str, Any]) -> None:
         """Everybody who is up to date gives a part of the state to those that are behind, or have just joined."""
@@ -197,6 +211,8 @@ class Training:
             return
         transfer.take(self.job, group.collectives, roles, transport, self._invalidate)
         self.committed = order["first_step"] - 1
+        if self._anchor is not None and order.get("restore") is not None:
+            self._anchor.take(self.job, order["restore"])
 
     def _invalidate(self) -> None:
         """From here until the new state is complete, this rank has none. Should that be broken off, it says so."""
@@ -215,140 +231,131 @@ class Training:
     # --- one step
 
     def _step(self, step: int, ddp: DistributedDataParallel, group: Group) -> None:
-        started = time.time()
-        job, options = self.job, self.options
+        started, waited_s = time.time(), self._where.waited_s
+        job, where, gradients = self.job, self._where, self._gradients
         self.in_flight = step
-        # A step that is tried again must draw the same numbers, so each has a random stream of its own.
-        state.seed_everything(state.step_seed(options["seed"], self.rank, step))
+        where.at("fetch", step)
+        self._seed(step)
         self._share_buffers(group)
         self._snapshot.take(step)
         share, indices, batch = self.source.next()
+        group.collectives.rebuild_buckets(ddp)
+        where.at("forward", step)
         loss, weight, scalars = self._forward(ddp, batch, share.real, len(indices))
+        self._faults.strike("forward", group, step)
+        loss_value = float(loss.detach())
         # Told before the all-reduce: should this rank die in it, its share is known all the same.
         self._link.report(
             [
                 "fetched", group.generation, step, self.rank, share.real, sampler.digest(indices[: share.real]),
-                float(loss.detach()), weight, scalars,
+                loss_value, weight, scalars,
             ]
         )
-        scaled = loss * (weight / share.global_samples)
-        if self._weight is not None:
-            scaled = scaled + self._weight * weight
-        scaled.backward()
-        group.collectives.wait_for_gradients()
-        self._check_gradients()
+        struck = {fault.kind for fault in self._faults.strike("gradients", group, step)}
+        if "deadlock" in struck:
+            where.at("collective", step + 1)
+            group.collectives.barrier()  # out of step with the others, where nobody else will come
+        where.at("backward", step)
+        self._backward(loss, weight, share, spoilt="nan" in struck)
+        buckets = group.collectives.wait_for_gradients()
+        where.at("update", step)
+        gradients.check()
         if share.real == 0:
             self._snapshot.restore()  # statistics of borrowed samples do not count
-        norm = self._average_and_clip(group, share.global_samples)
-        job.optimizer.step()
-        self._forget_gradients()
-        epoch_ends = step % self._steps_per_epoch == 0
+        factor = gradients.average(share.global_samples)
+        norm = gradients.norm(buckets)
+        if norm is not None:
+            gradients.clip()
+            job.optimizer.step()
+        else:
+            group.collectives.rebuild_buckets(ddp)  # all ranks are here now; what follows needs none of them
+
+            def once_more() -> torch.Tensor:
+                return self._once_more(step, ddp, share, indices, batch, spoilt="nan" in struck)
+
+            found = health.diagnose(loss_value, once_more, gradients, group.collectives, job.device, factor)
+            self._leave_out(step, group, *found)
+        gradients.forget()
+        for fault in self._faults.strike("updated", group, step):
+            stepfaults.flip_bit(job.model, fault.seed)
         lr = job.optimizer.param_groups[0]["lr"]
-        if job.scheduler is not None and (epoch_ends or options["scheduler_interval"] == "step"):
-            job.scheduler.step()
+        self._step_scheduler(step, updated=norm is not None)
         self.committed, self.in_flight = step, None
         now = time.time()
+        own_s = now - started - (where.waited_s - waited_s)
+        slept_s = self._faults.slow_down(own_s, step, group)
         self._link.report(
-            ["committed", group.generation, step, self.rank, now, float(lr), norm, now - started]
+            [
+                "committed", group.generation, step, self.rank, now, float(lr), norm, now - started + slept_s,
+                own_s + slept_s,
+            ]
         )
-        if options["evaluate_every"] and step % options["evaluate_every"] == 0 and group.torch_rank == 0:
+        if self._check_every and step % self._check_every == 0:
+            self._check_replicas(step, group)
+            self._anchor.take(job, step)
+        every = self.options["evaluate_every"]
+        if every and step % every == 0 and group.torch_rank == 0:
             self._evaluate(step)
 
-    def _forward(
-        self, ddp: DistributedDataParallel, batch: Any, real: int, fetched: int
-    ) -> tuple[torch.Tensor, float, dict[str, float] | None]:
-        """Loss (scalar tensor), its weight in the global mean, and further scalars of this rank's share."""
-        step = self.in_flight
-        assert step is not None
-        job = self.job
-        scalars: dict[str, float] | None = None
-        weight = float(real)
-        if job.loss_fn is not None:
-            try:
-                inputs, target = batch
-            except (TypeError, ValueError):
-                raise CheckError(
-                    "`loss_fn` needs samples of the form (input, target); this dataset gives something else. Define "
-                    "`training_step(model, batch)` instead."
-                ) from None
-            try:
-                output = ddp(inputs)
-            except Exception as error:
-                shape = list(inputs.shape) if isinstance(inputs, torch.Tensor) else type(inputs).__name__
-                error.add_note(f"(raised by model(input); this rank's input: {shape})")
-                raise
-            loss = job.loss_fn(output, target)
-        else:
-            self._forward_called = False
-            loss = job.training_step(ddp, batch)
-            if not self._forward_called:
-                # DDP would average nothing, and the ranks would drift apart without a word.
-                raise CheckError(
-                    "`training_step` did not call `model(...)`. Gradients are averaged only for what goes through that "
-                    "call; move the work of a part (`model.module.part(...)`) into the model's `forward`."
-                )
-            if isinstance(loss, dict):
-                result = dict(loss)
-                if "loss" not in result:
-                    raise CheckError("`training_step` returned a dict without 'loss'.")
-                loss = result.pop("loss")
-                if (own := result.pop("weight", None)) is not None:
-                    weight = cell.plain_number(own, "weight") * real / fetched
-                    if not (weight >= 0 and math.isfinite(weight)):
-                        raise CheckError(f"`training_step` returned the weight {weight}; it must be finite, 0 or more.")
-                scalars = {str(k): cell.plain_number(v, str(k)) for k, v in result.items()} or None
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            shape = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise CheckError(f"The loss must be a tensor with one element (the mean over the batch), not {shape}.")
-        if not loss.requires_grad:
-            raise CheckError("The loss does not depend on the model's parameters, so there is no gradient.")
-        for fault in self._orders.due_faults(step, "forward"):
-            self._suffer(fault, step)
-        return loss.reshape(()), weight, scalars
+    def _seed(self, step: int) -> None:
+        """A step that is tried again must draw the same numbers, so each has a random stream of its own."""
+        state.seed_everything(state.step_seed(self.options["seed"], self.rank, step))
 
-    def _forget_gradients(self) -> None:
-        """Of all that DDP averages, also of parameters that the optimizer does not hold."""
-        for parameter in self._trainable:
-            parameter.grad = None
+    def _backward(self, loss: torch.Tensor, weight: float, share: Share, spoilt: bool) -> None:
+        """This rank's part of the gradient. `spoilt`: as if it had come out as NaN."""
+        scaled = loss * (weight / share.global_samples * (math.nan if spoilt else 1.0))
+        if self._gradients.weight is not None:
+            scaled = scaled + self._gradients.weight * weight
+        scaled.backward()
 
-    def _check_gradients(self) -> None:
-        if any(p.grad is None for p in self._trainable):
-            trained = {id(p) for p in self._trainable}
-            lacking = [(n, p) for n, p in self.job.model.named_parameters() if id(p) in trained and p.grad is None]
-            if frozen := [n for n, p in lacking if not p.requires_grad]:
-                raise CheckError(
-                    f"The parameter {frozen[0]} was frozen (requires_grad_(False)) in the middle of the training. "
-                    "Decide what is trained before the optimizer is made."
-                )
-            names = [n for n, _ in lacking]
-            raise CheckError(
-                f"{len(names)} parameter{'s' if len(names) > 1 else ''} got no gradient: {', '.join(names[:8])}"
-                f"{', …' if len(names) > 8 else ''}. Use them in the forward pass, or freeze them with "
-                "`requires_grad_(False)` before the optimizer is made."
-            )
+    def _once_more(
+        self, step: int, ddp: DistributedDataParallel, share: Share, indices: list[int], batch: Any, spoilt: bool
+    ) -> torch.Tensor:
+        """Forward and backward of the step in hand again, for this rank alone; returns its loss."""
+        self._snapshot.restore()
+        self._seed(step)
+        batch = self.source.again(share.indices, batch)
+        self._where.at("forward", step)
+        with ddp.no_sync():
+            loss, weight, _ = self._forward(ddp, batch, share.real, len(indices))
+            self._where.at("backward", step)
+            self._backward(loss, weight, share, spoilt)
+        return loss
 
-    def _average_and_clip(self, group: Group, samples: int) -> float | None:
-        """Divide by the true sum of weights where that is not the number of samples; clip after averaging.
+    def _leave_out(self, step: int, group: Group, source: bool, where: str) -> None:
+        """The averaged gradient is not finite: raise, or go on without this update, as the run's options say.
 
-        Returns the norm of the averaged gradient before clipping, or None on ranks that need not know it.
+        The buffers are those from before the step, in either case. A step that is left out is committed like any
+        other, and its samples count as used.
         """
-        gradients = [p.grad for p in self._trainable]
-        if self._weight is not None:
-            total = float(self._weight.grad)
-            self._weight.grad = None
-            if total <= 0:
-                raise CheckError("The weights that `training_step` returned add up to 0 over the global batch.")
-            if abs(total / samples - 1.0) > 1e-6:
-                torch._foreach_mul_(gradients, samples / total)
-        clip = self.options["clip_norm"]
-        if clip is not None:
-            return float(torch.nn.utils.clip_grad_norm_(self._trainable, clip))
-        if group.torch_rank == 0:  # equal on all ranks, so one of them computes it
-            return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))))
-        return None
+        self._where.at("update", step)
+        self._snapshot.restore()
+        if self._on_nan != "skip":
+            raise health.NotFinite(step, source, where)
+        self._link.report(["nan", group.generation, step, self.rank, where, source])
+
+    def _step_scheduler(self, step: int, updated: bool) -> None:
+        """Also after a step that was left out: a schedule is about steps and epochs, and shall end with the run."""
+        scheduler = self.job.scheduler
+        epoch_ends = step % self._steps_per_epoch == 0
+        if scheduler is None or not (epoch_ends or self.options["scheduler_interval"] == "step"):
+            return
+        with contextlib.ExitStack() as stack:
+            if not updated:  # torch would warn of a wrong order of calls when the first step is left out
+                stack.enter_context(warnings.catch_warnings(action="ignore"))
+            scheduler.step()
+
+    def _check_replicas(self, step: int, group: Group) -> None:
+        """Raise when some rank does not hold the same as the others after `step`."""
+        digests = replicas.gather(self.job, group)
+        if len(set(digests.values())) > 1:
+            assert self._anchor is not None
+            raise replicas.ReplicasDiffer(step, digests, self._anchor.step)
+        self._checked = (group.generation, step)
 
     def _evaluate(self, step: int) -> None:
         """The user's `evaluate`, on one rank; the others wait in the next step."""
+        self._where.at("evaluate", step)
         model = self.job.model
         training = [m for m in model.modules() if m.training]
         model.eval()
@@ -363,24 +370,26 @@ class Training:
                 module.training = True
         self._link.report(["evaluated", self.rank, step, scalars])
 
-    def _suffer(self, fault: Any, step: int) -> None:
-        """An injected failure is due. It is recorded by the supervisor before it takes effect."""
-        self._link.tell("fault_due", fault_id=fault.fault_id, step=step)
-        if fault.allowed.wait(5):
-            faults.strike(fault, self.rank, step)
-
     # --- the end, and looking in
 
     def _finish(self, group: Group) -> None:
         """Last step done: make the buffers equal (each rank has seen other samples), and tell the digest."""
+        self._where.at("finish", self.total_steps)
+        if self._check_every and self._checked != (group.generation, self.total_steps):
+            # What has come in since the last check: once the run is over, nothing can be put right any more.
+            self._check_replicas(self.total_steps, group)
         self._share_buffers(group)
         self.digest = state.weights_digest(self.job.model)
         self._link.tell("finished", generation=group.generation, digest=self.digest)
         self.stage = "finished"
+        self._where.at("finished", self.total_steps)
 
     def _take_wanted_snapshot(self) -> None:
         if self._orders.take_snapshot_wish():
+            name, step, _ = self._where.place
+            self._where.at("save", step)
             self._link.tell("weights", **self.take_weights())
+            self._where.at(name, step)
 
     def take_weights(self) -> dict[str, Any]:
         """Copy the model's state for the notebook, between two steps; returns the answer to the supervisor."""
@@ -395,29 +404,3 @@ class Training:
         except Exception as error:  # the user's own state_dict(), say; not a reason to end the training
             return {"step": self.committed, "problem": f"{type(error).__name__}: {cell.printable(error)}"}
         return {"step": self.committed}
-
-    def _explain(self, error: BaseException, generation: int) -> dict[str, Any]:
-        """Whose fault the exception is: the user's code, or a peer that did not answer."""
-        text = cell.printable(error).lower()
-        collective = aborted = False
-        if isinstance(error, RuntimeError) and _talks_to_peers(error):
-            collective = any(sign in text for sign in _COLLECTIVE_SIGNS)
-            aborted = self._group is not None and self._group.aborted
-        step = self.in_flight if self.in_flight is not None else max(self.committed, 0)
-        details = cell.describe_error(error, step)
-        if isinstance(error, CheckError):
-            details["check"] = True
-        return {
-            "cause": "collective" if collective or aborted else "user",
-            "step": step,
-            "time": details["time"],
-            "error": details,
-        }
-
-
-def _talks_to_peers(error: BaseException) -> bool:
-    """Whether it was raised where collectives run: elsewhere it is the user's own error, whatever its words."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace is None or trace.tb_frame.f_code.co_filename.startswith(_COLLECTIVE_FILES)

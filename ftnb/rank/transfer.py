@@ -83,7 +83,7 @@ def make_manifest(tensors: Sequence[torch.Tensor], equal: set[int]) -> Manifest:
     manifest = Manifest()
     seen: dict[tuple[Any, ...], int] = {}
     for number, tensor in enumerate(tensors):
-        if tensor.numel() and (first := seen.setdefault(_identity(tensor), number)) != number:
+        if tensor.numel() and (first := seen.setdefault(identity(tensor), number)) != number:
             manifest.same_as[number] = first
             continue
         if tensor.device.type == "cpu":
@@ -98,7 +98,7 @@ def make_manifest(tensors: Sequence[torch.Tensor], equal: set[int]) -> Manifest:
     return manifest
 
 
-def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
+def identity(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
@@ -291,11 +291,11 @@ class _Receiver:
             mine = own.get(place)
             if leaf.number in self._manifest.same_as or mine is None:
                 continue
-            if mine.dtype == leaf.dtype and list(mine.shape) == leaf.shape and _is_writable(mine):
+            if mine.dtype == leaf.dtype and list(mine.shape) == leaf.shape and is_writable(mine):
                 # Two tensors there that are one here: they would overwrite each other.
-                if mine.numel() and _identity(mine) in taken:
+                if mine.numel() and identity(mine) in taken:
                     continue
-                taken.add(_identity(mine))
+                taken.add(identity(mine))
                 targets[leaf.number] = mine
         on_host = set(self._manifest.on_host)
         for number, (dtype, shape) in state.tensor_specs(self._description).items():
@@ -333,19 +333,22 @@ class _Receiver:
             for number, stage in self._staged:
                 self._tensors[number].copy_(stage)
             unpack(letter, head_bytes, [self._tensors[number] for number in self._manifest.small])
-        full = state.put_together(self._description, self._tensors)
-        job = self._job
-        # Parameters and buffers are their own source now, and copying those costs nothing. What this call is for:
-        # get_extra_state, and modules that do something of their own when they are loaded.
-        model = OrderedDict(full["model"])
-        model._metadata = getattr(self._own["model"], "_metadata", None)
-        job.model.load_state_dict(model)
-        _load_optimizer(job.optimizer, full["optimizer"])
-        if job.scheduler is not None:
-            job.scheduler.load_state_dict(full["scheduler"])
+        load(self._job, state.put_together(self._description, self._tensors), self._own)
 
 
-def _is_writable(tensor: torch.Tensor) -> bool:
+def load(job: cell.Job, full: dict[str, Any], own: dict[str, Any]) -> None:
+    """Let the job take over a whole state. `own`: its `whole_state` up to now, whose tensors are filled already."""
+    # Parameters and buffers are their own source now, and copying those costs nothing. What this call is for:
+    # get_extra_state, and modules that do something of their own when they are loaded.
+    model = OrderedDict(full["model"])
+    model._metadata = getattr(own["model"], "_metadata", None)
+    job.model.load_state_dict(model)
+    _load_optimizer(job.optimizer, full["optimizer"])
+    if job.scheduler is not None:
+        job.scheduler.load_state_dict(full["scheduler"])
+
+
+def is_writable(tensor: torch.Tensor) -> bool:
     return all(stride or size <= 1 for stride, size in zip(tensor.stride(), tensor.shape))  # not an expanded one
 
 

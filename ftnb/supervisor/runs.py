@@ -229,7 +229,7 @@ class ActiveRun:
         self._write(self._assembler.fetched(generation, step, rank, samples, digest, loss, weight, scalars))
 
     def committed(self, record: list[Any]) -> None:
-        _, generation, step, rank, when, lr, norm, step_s = record
+        _, generation, step, rank, when, lr, norm, step_s, *_ = record
         # The books' generation, not the planner's: commits may still come in when the next one is being formed.
         if generation == self._open_generation and step > self.step:
             first, self.step = self.step == 0, step

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from ftnb.rank import cell, state
 from ftnb.rank.group import Group
 from ftnb.rank.loop import Training
-from ftnb.rank.orders import Orders, Superseded
+from ftnb.rank.orders import Fault, Orders, Superseded
 
 CPU = torch.device("cpu")
 DEADLINE_S = 60.0
@@ -54,6 +54,7 @@ class FileLink:
         self._store.set_timeout(timedelta(milliseconds=20))
         self._orders = orders
         self.told: list[dict[str, Any]] = []
+        self.reports: list[list[Any]] = []
         self._changed = threading.Condition()
 
     def ask_store(self, generation: int, command: str, **args: Any) -> dict[str, Any]:
@@ -75,20 +76,36 @@ class FileLink:
         return {"value": self._store.get(key)} if command == "get" else {}
 
     def tell(self, op: str, **fields: Any) -> None:
+        if op == "fault_due":  # as the supervisor answers, once it is on record
+            self._orders.allow_fault(fields["fault_id"])
         with self._changed:
             self.told.append({"op": op, **fields})
             self._changed.notify_all()
 
     def report(self, record: list[Any]) -> None:
-        pass
+        with self._changed:
+            self.reports.append(record)
+            self._changed.notify_all()
 
     def wait_told(self, op: str, generation: int) -> dict[str, Any]:
         def found() -> dict[str, Any] | None:
-            return next((m for m in self.told if m["op"] == op and m["generation"] == generation), None)
+            return next((m for m in self.told if m["op"] == op and m.get("generation") == generation), None)
 
         with self._changed:
             assert self._changed.wait_for(lambda: found() is not None, DEADLINE_S), (op, generation, self.told)
             return found()
+
+    def wait_reported(self, kind: str, step: int) -> list[Any]:
+        def found() -> list[Any] | None:
+            return next((r for r in self.reports if r[0] == kind and r[2] == step), None)
+
+        with self._changed:
+            assert self._changed.wait_for(lambda: found() is not None, DEADLINE_S), (kind, step, self.reports)
+            return found()
+
+    def reported(self, kind: str) -> list[list[Any]]:
+        with self._changed:
+            return [record for record in self.reports if record[0] == kind]
 
 
 class Peer:
@@ -133,10 +150,41 @@ class Peer:
         self.training.abort()
         return self.link.wait_told("ready", generation)
 
-    def go(self, generation: int, members: list[int], source: int | None, behind: list[int], first_step: int) -> None:
-        self.orders.go(
-            {"generation": generation, "members": members, "first_step": first_step, "source": source, "behind": behind}
-        )
+    def go(
+        self, generation: int, members: list[int], source: int | None, behind: list[int], first_step: int,
+        restore: int | None = None,
+    ) -> None:  # fmt: skip
+        self.orders.go({
+            "generation": generation, "members": members, "first_step": first_step, "source": source,
+            "behind": behind, "restore": restore,
+        })  # fmt: skip
+
+    def inject(self, kind: str, at_step: int | None, **fields: Any) -> None:
+        assert self.orders.add_fault(Fault(0, kind, at_step, **fields))
+
+    def start(self, members: list[int], first_step: int = 1) -> threading.Thread:
+        """Train in a thread of its own, from generation 1 on."""
+        thread = threading.Thread(target=self.training.run, daemon=True)
+        thread.start()
+        self.orders.want(1)
+        self.link.wait_told("ready", 1)
+        self.go(1, members, None, [], first_step)
+        return thread
+
+    def end(self, thread: threading.Thread) -> None:
+        self.orders.drop()
+        self.training.abort()
+        thread.join(DEADLINE_S)
+        assert not thread.is_alive()
+
+
+def wait_until(condition: Callable[[], Any], what: str) -> Any:
+    """Ask again and again until the answer is true; returns it."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not (answer := condition()):
+        assert time.monotonic() < deadline, f"waited in vain until {what}"
+        time.sleep(0.001)
+    return answer
 
 
 def contents(job: cell.Job) -> dict[str, Any]:
