@@ -51,6 +51,7 @@ class Fleet:
         self.changed = asyncio.Event()
         self.engines: Engines | None = None
         self._keeper = keeper.State()
+        self._by_pid: dict[int, Slot] = {}
         self._next_number = 1
         self._lost_at = 0.0
 
@@ -161,10 +162,19 @@ class Fleet:
         return [*self.ranks.values(), *self.pool, *self.retired]
 
     def by_pid(self, pid: int) -> Slot | None:
-        for slot in (*self.ranks.values(), *self.pool):
-            if slot.process is not None and slot.process.pid == pid:
-                return slot
-        return None
+        """Who has this pid and belongs to the cluster still: asked for each message, so what was found is kept."""
+        slot = self._by_pid.get(pid)
+        if slot is None or slot.process is None or slot.process.pid != pid or not self._belongs(slot):
+            places = (*self.ranks.values(), *self.pool)
+            slot = next((s for s in places if s.process is not None and s.process.pid == pid), None)
+            if slot is None:
+                self._by_pid.pop(pid, None)
+                return None
+            self._by_pid[pid] = slot
+        return None if slot.cut_off else slot
+
+    def _belongs(self, slot: Slot) -> bool:
+        return self._fills_slot(slot) or slot in self.pool
 
     def by_key(self, key: str) -> Slot | None:
         return next((slot for slot in self.slots() if slot.key == key), None)

@@ -45,6 +45,7 @@ class Slot:
     started: float = 0.0  # monotonic time
     fault_time: float | None = None  # when an injected fault took effect
     problem: str | None = None  # why it is failed
+    cut_off: bool = False  # it does not end although it was killed: nothing that it says is heard
     loaded: str | None = None  # of the pool: the run whose cell it has run ("?name" while it does)
     joined_step: int | None = None  # the first step it shall do as a replacement, until it has proved itself
     joined_run: str | None = None
