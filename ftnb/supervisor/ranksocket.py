@@ -50,19 +50,29 @@ class RankSocket:
         self._socket.send_multipart(frames)
         self._read_soon()
 
-    def read(self) -> None:
-        """Everything that has come up to now."""
+    def read(self) -> bool:
+        """Some of what has come up to now; whether that was all."""
         if self._reading:
-            return
+            return False
         self._reading = True
         try:
             self._read_monitor()
-            if self._read_messages():
-                self.links.all_read()
-            else:
-                self._read_soon()
+            all_read = self._read_messages()
         finally:
             self._reading = False
+        if all_read:
+            self.links.all_read()
+        else:
+            self._read_soon()
+        return all_read
+
+    def read_all(self, limit_s: float) -> bool:
+        """All that has come up to now; False when that takes longer."""
+        deadline = time.monotonic() + limit_s
+        while not self.read():
+            if time.monotonic() > deadline:
+                return False
+        return True
 
     def close(self, linger_ms: int) -> None:
         for sock in (self._socket, self._monitor):

@@ -25,11 +25,14 @@ from ftnb.supervisor import joining, requests
 from ftnb.supervisor.adoption import Adoption
 from ftnb.supervisor.engines import Engines
 from ftnb.supervisor.fleet import Fleet
+from ftnb.supervisor.lastwords import last_lines
 from ftnb.supervisor.office import Office
 from ftnb.supervisor.ranks import Slot
 from ftnb.supervisor.ranksocket import RankSocket
 from ftnb.supervisor.runs import ActiveRun
+from ftnb.supervisor.stacks import Stacks
 from ftnb.supervisor.store import Answer, StoreServer
+from ftnb.supervisor.watching import Watcher
 from ftnb.wire import messages, paths, proc, reaper, sockets
 from ftnb.wire.once import OnceOnly
 from ftnb.wire.records import TOKEN_VARIABLE
@@ -72,6 +75,7 @@ class Supervisor:
         self._stopping = asyncio.Event()
         self.stop_reason = ""
         self._tasks: set[asyncio.Task[Any]] = set()
+        self.stacks = Stacks(self)
         self._clients: set[int] = set()  # descriptors of connected clients
         self._alone_since = time.monotonic()
 
@@ -111,6 +115,7 @@ class Supervisor:
         self._client_socket = sockets.server_socket(context, zmq.ROUTER, secret, public)
         expected = self.fleet.num_ranks + self.fleet.num_spares
         self.rank_socket = RankSocket(context, secret, public, expected, self._heard)
+        self.watcher = Watcher(self)
         monitor = self._client_socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         before = self.recorded["ports"] if self.recorded else [None, None]
         self.host = "127.0.0.1"
@@ -286,6 +291,8 @@ class Supervisor:
             if self.run is not None and self.run.names is None:
                 self.run.names = message["names"]
                 self.fleet.run_began()
+        elif op == "stacks":
+            self.stacks.answered(slot, message)
         elif op == "agent_error":
             log.error("agent of %s: %s", slot.key, message["traceback"])
         elif self.adoption is not None:
@@ -341,9 +348,7 @@ class Supervisor:
         slot.agent = slot.agent or sender
         if message.get("term") != self.term:
             self.tell(slot, "adopt")  # also after its first contact: so it learns who is in charge
-        slot.heartbeats.beat(now)
-        slot.phase = message["phase"]
-        slot.step = message["step"] if message["step"] is not None else slot.step
+        slot.beat(now, message)
         if now - slot.answered > 1.0:
             slot.answered = now
             self.tell(slot, "beat_seen")
@@ -407,12 +412,13 @@ class Supervisor:
                 slot.unfreed.append((end, self._report(slot, json.loads(raw))))
 
     def _report(self, slot: Slot, record: list[Any]) -> int | None:
-        """A record of a rank: ["fetched"|"committed", generation, step, rank, …] or ["log"|"evaluated", rank, …].
+        """A record of a rank: ["fetched"|"committed"|"nan", generation, step, …] or ["log"|"evaluated", rank, …].
 
         Returns the step that it is about: it is kept until the lines of this step are in the files.
         """
         kind, run = record[0], self.going_run
         if kind == "log":
+            slot.printed.extend(last_lines(record[3]))
             if self.load_output is not None and slot.rank is not None:
                 self.load_output.setdefault(slot.rank, []).append(record[3])
             elif run is not None and (rank := slot.rank if slot.rank is not None else slot.intended) is not None:
@@ -427,6 +433,8 @@ class Supervisor:
             run.committed(record)
         elif kind == "evaluated":
             run.evaluated(record[2], record[3])
+        elif kind == "nan":
+            run.update_skipped(record)
         return record[2]
 
     # --- clients
@@ -482,6 +490,7 @@ class Supervisor:
             try:
                 self.office.sign_of_life()
                 if self.adoption is None:
+                    self.watcher.tick()
                     if self.run is not None:
                         self.run.tick()
                     self.fleet.tick()
