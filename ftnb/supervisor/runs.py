@@ -411,7 +411,7 @@ class ActiveRun:
                 supervisor.tell_rank(
                     rank, "go", generation=action.generation, members=list(action.members),
                     first_step=action.first_step, source=action.source, behind=list(action.behind),
-                    hold_after=action.hold_after, evaluate=evaluate,
+                    hold_after=action.hold_after, evaluate=evaluate, restore=action.restore,
                 )
         elif isinstance(action, protocol.SendHold):
             for rank in action.ranks:

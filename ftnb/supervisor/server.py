@@ -323,7 +323,7 @@ class Supervisor:
             run.handle(
                 protocol.RankReady(
                     rank, message["generation"], message["committed"], message["in_flight"],
-                    protocol.Failure(**failure) if failure else None,
+                    protocol.Failure(**failure) if failure else None, message.get("anchor"),
                 )
             )
         elif op == "formed":
