@@ -38,3 +38,7 @@ class Pace:
         if last_time <= first_time or now - last_time > max(STALLED_S, STALLED_STEPS * median_s):
             return None
         return (last_step - first_step) / (last_time - first_time)
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:.0f} ms" if seconds >= 0.01 else f"{1000 * seconds:.1f} ms"

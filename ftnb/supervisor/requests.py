@@ -180,7 +180,7 @@ def call_load_off(supervisor: Supervisor) -> None:
 HANDLERS: dict[str, Callable[..., Awaitable[dict[str, Any]]]] = {
     handler.__name__: handler
     for handler in (
-        hello, ping, status, train, run_info, wait, pause, unpause, stop_run, inject, stacks, resize,
-        prepare_weights, stop_cluster,
+        hello, ping, status, train, run_info, wait, pause, unpause, stop_run, inject, resize, prepare_weights,
+        stop_cluster, stacks,
     )
 }

@@ -20,7 +20,7 @@ from ftnb.core.stragglers import Stragglers
 from ftnb.errors import RunError
 from ftnb.supervisor import joining
 from ftnb.supervisor.faults import Faults
-from ftnb.supervisor.pace import Pace
+from ftnb.supervisor.pace import Pace, milliseconds
 from ftnb.supervisor.recorder import Recorder
 
 if TYPE_CHECKING:
@@ -313,7 +313,7 @@ class ActiveRun:
             others = statistics.median(own_s for rank, own_s in own.items() if rank != found.rank)
             reason = (
                 f"takes {found.factor:.1f} times as long as the others for its own part of a step "
-                f"({_ms(own[found.rank])} against {_ms(others)})"
+                f"({milliseconds(own[found.rank])} against {milliseconds(others)})"
             )
             self.emit(
                 "straggler_detected", f"Rank {found.rank} {reason}.", rank=found.rank, step=self.step,
@@ -638,7 +638,3 @@ class ActiveRun:
             except TimeoutError:
                 return done()
         return True
-
-
-def _ms(seconds: float) -> str:
-    return f"{1000 * seconds:.0f} ms" if seconds >= 0.01 else f"{1000 * seconds:.1f} ms"
