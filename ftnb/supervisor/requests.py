@@ -97,6 +97,12 @@ async def inject(
     return await going_run(supervisor, run).faults.inject(kind, rank, at_step, after_s)
 
 
+async def stacks(supervisor: Supervisor, run: str | None = None, **_: Any) -> dict[str, Any]:
+    """Where the training thread of each rank stands: `place`, `step` and `stack`, or a `problem`."""
+    found = await going_run(supervisor, run).stacks()
+    return {"ranks": {str(rank): answer for rank, answer in found.items()}}
+
+
 async def resize(supervisor: Supervisor, num_ranks: int, run: str | None = None, **_: Any) -> dict[str, Any]:
     """Change the number of ranks; answers at once, the rest happens in the background."""
     was = supervisor.num_ranks
@@ -175,6 +181,6 @@ HANDLERS: dict[str, Callable[..., Awaitable[dict[str, Any]]]] = {
     handler.__name__: handler
     for handler in (
         hello, ping, status, train, run_info, wait, pause, unpause, stop_run, inject, resize, prepare_weights,
-        stop_cluster,
+        stop_cluster, stacks,
     )
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -15,9 +16,11 @@ from ftnb.core import planner, protocol, sampler
 from ftnb.core.events import make_event
 from ftnb.core.ledger import Line, StepAssembler
 from ftnb.core.report import useful_seconds
+from ftnb.core.stragglers import Stragglers
 from ftnb.errors import RunError
 from ftnb.supervisor import joining
 from ftnb.supervisor.faults import Faults
+from ftnb.supervisor.pace import Pace, milliseconds
 from ftnb.supervisor.recorder import Recorder
 
 if TYPE_CHECKING:
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("ftnb.runs")
 
 ENDED = ("finished", "stopped", "failed")
+NO_STACK = "It does not answer: it holds the interpreter lock, or is stopped."
 
 # Transitions that need not be on record: a successor hears of them again, from the ranks or their reports.
 _TOLD_AGAIN = (
@@ -64,7 +68,12 @@ class ActiveRun:
         self.recent: deque[str] = deque(maxlen=12)
         self.faults = Faults(supervisor, self)
         self._digests: dict[int, str] = {}
-        self._steps_s: deque[tuple[float, int]] = deque(maxlen=50)  # (commit time, step)
+        self.pace = Pace()
+        self._stragglers = Stragglers()
+        # Sizes of the global batch that each rank has committed a step of in this generation: the first step of each
+        # size may take long (torch.compile).
+        self._sizes_done: dict[int, set[int]] = {}
+        self._skipped: dict[int, dict[int, tuple[str, bool]]] = {}  # by step and rank: (where, whether it is a source)
         self._useful_s = 0.0
         self._last_commit: float | None = None
         self._state = planner.new(self.total_steps, refill=self.options["recovery"] == "replace")
@@ -229,14 +238,18 @@ class ActiveRun:
         self._write(self._assembler.fetched(generation, step, rank, samples, digest, loss, weight, scalars))
 
     def committed(self, record: list[Any]) -> None:
-        _, generation, step, rank, when, lr, norm, step_s, *_ = record
+        _, generation, step, rank, when, lr, norm, step_s, *own_s = record
+        if generation == self._open_generation:
+            self._sizes_done.setdefault(rank, set()).add(self._batch_size(step))
+            if own_s:
+                self._stragglers.step(step, rank, own_s[0])
         # The books' generation, not the planner's: commits may still come in when the next one is being formed.
         if generation == self._open_generation and step > self.step:
             first, self.step = self.step == 0, step
             if first:
                 self.state = self._shown_state()
                 self._write_run()
-            self._steps_s.append((when, step))
+            self.pace.committed(when, step)
             if first:
                 self.notify()
         self._write(self._assembler.committed(generation, step, rank, when, lr, norm, step_s))
@@ -246,6 +259,30 @@ class ActiveRun:
     def evaluated(self, step: int, scalars: dict[str, float]) -> None:
         self._evaluated_step = max(self._evaluated_step, step)
         self._write(self._assembler.evaluated(step, scalars))
+
+    def update_skipped(self, record: list[Any]) -> None:
+        """The gradient of a step was not finite, and its update is not made (`on_nan` is skip)."""
+        _, generation, step, rank, where, source = record
+        if generation != self._open_generation:
+            return
+        told = self._skipped.setdefault(step, {})
+        told[rank] = (where, source)
+        if told.keys() >= self.living:
+            self._tell_skipped(step)
+
+    def _tell_skipped(self, step: int) -> None:
+        told = self._skipped.pop(step)
+        sources = sorted(rank for rank, (_, source) in told.items() if source)
+        where = {told[rank][0] for rank in sources or told} - {""}
+        if not sources:
+            words = f"{' and '.join(sorted(where)) or 'the sum over all ranks'} was not finite, on no rank alone"
+        else:
+            names = f"rank{'s' if len(sources) > 1 else ''} {', '.join(map(str, sources))}"
+            words = f"{' and '.join(sorted(where)) or 'the gradient'} was not finite on {names}"
+        self.emit(
+            "nan_detected", f"Step {step}: {words}. The update of this step is skipped.",
+            rank=sources[0] if len(sources) == 1 else None, step=step, sources=sources,
+        )
 
     def log(self, rank: int, when: float, text: str) -> None:
         if not self.is_over:
@@ -257,6 +294,34 @@ class ActiveRun:
         if rank in self._state.alive | self._state.left_out:  # else it had not entered: it is not in the books
             self._write(self._assembler.lost(rank))
         self.handle(protocol.RankDied(rank, failure, reason, fault_time))
+
+    def condemn(
+        self, rank: int, failure: str, reason: str, fault_time: float, fields: Mapping[str, Any] | None = None
+    ) -> None:
+        """The others cannot go on with this rank, although its process is there (see `protocol.RankCondemned`)."""
+        slot = self._supervisor.ranks.get(rank)
+        if self.is_over or rank not in self._state.has_run or slot is None:
+            return
+        self._supervisor.drain(slot)  # what it has done up to now counts
+        if rank in self._state.alive | self._state.left_out:
+            self._write(self._assembler.lost(rank))
+        self.handle(protocol.RankCondemned(rank, failure, reason, fault_time, fields or {}))
+
+    def look_for_stragglers(self) -> None:
+        for found in self._stragglers.look():
+            own = self._stragglers.typical()
+            others = statistics.median(own_s for rank, own_s in own.items() if rank != found.rank)
+            reason = (
+                f"takes {found.factor:.1f} times as long as the others for its own part of a step "
+                f"({milliseconds(own[found.rank])} against {milliseconds(others)})"
+            )
+            self.emit(
+                "straggler_detected", f"Rank {found.rank} {reason}.", rank=found.rank, step=self.step,
+                factor=found.factor,
+            )
+            if self.options.get("evict_stragglers") and len(self.living - {found.rank}) > 0:
+                slot = self._supervisor.ranks[found.rank]
+                self.condemn(found.rank, "straggler", reason, slot.fault_time or time.time())
 
     def finished(self, rank: int, generation: int, digest: str) -> None:
         self._digests[rank] = digest
@@ -306,7 +371,10 @@ class ActiveRun:
     def _carry_out(self, action: Any) -> None:
         supervisor = self._supervisor
         if isinstance(action, protocol.Emit):
-            self.emit(action.kind, action.reason, rank=action.rank, step=action.step, **action.fields)
+            self.emit(
+                action.kind, self._words(action), rank=action.rank, step=action.step,
+                **{**action.fields, **self._last_output(action)},
+            )
             if action.kind == "rank_joined" and action.step is not None:
                 supervisor.ranks[action.rank].joined_step = action.step
             if action.kind == "rank_failed":
@@ -328,6 +396,9 @@ class ActiveRun:
             self._assembler.open_generation(action.generation, action.members, action.first_step)
             self._open_generation, self._open_members = action.generation, action.members
             self._open_first = action.first_step
+            self._sizes_done.clear()
+            self._skipped.clear()
+            self._stragglers.changed(action.members)
             self._digests.clear()  # those of ranks that had finished, should one die at the very end
         elif isinstance(action, protocol.CloseGeneration):
             self._write(self._assembler.close_generation(action.last_committed))
@@ -340,7 +411,7 @@ class ActiveRun:
                 supervisor.tell_rank(
                     rank, "go", generation=action.generation, members=list(action.members),
                     first_step=action.first_step, source=action.source, behind=list(action.behind),
-                    hold_after=action.hold_after, evaluate=evaluate,
+                    hold_after=action.hold_after, evaluate=evaluate, restore=action.restore,
                 )
         elif isinstance(action, protocol.SendHold):
             for rank in action.ranks:
@@ -358,6 +429,23 @@ class ActiveRun:
             self._end(action)
         else:
             raise AssertionError(f"unknown action {action}")
+
+    def _words(self, action: protocol.Emit) -> str:
+        slot = self._supervisor.ranks.get(action.rank) if action.kind == "rank_fenced" else None
+        if slot is None or not slot.cut_off:
+            return action.reason
+        return (
+            f"Rank {action.rank} does not end although it was killed (its process hangs in the kernel): it is cut off, "
+            "nothing that it says is heard any more."
+        )
+
+    def _last_output(self, action: protocol.Emit) -> dict[str, Any]:
+        """What a rank that was lost had printed at last."""
+        slot = self._supervisor.ranks.get(action.rank) if action.kind == "rank_failed" else None
+        if slot is None or action.fields.get("failure") == "exception" or slot.fault_time is not None:
+            return {}
+        lines = slot.last_output or list(slot.printed)
+        return {"last_output": lines} if lines else {}
 
     def _rank_failed(self, action: protocol.Emit) -> None:
         self.failures += 1
@@ -412,6 +500,8 @@ class ActiveRun:
 
     def _write(self, lines: list[Line]) -> None:
         for line in lines:
+            if line.metrics["step"] in self._skipped:
+                self._tell_skipped(line.metrics["step"])
             self._recorder.step(line.metrics, line.ledger)
             self._useful_s += useful_seconds([line.metrics], before=self._last_commit)
             self._note_line(line.metrics)
@@ -492,6 +582,24 @@ class ActiveRun:
             return "starting"
         return "running"  # also while somebody joins or leaves on purpose
 
+    def _batch_size(self, step: int) -> int:
+        batch = sampler.batch_at(step, self.dataset_len, self.options["global_batch"])
+        return batch.stop - batch.start
+
+    def is_first(self, rank: int, step: int | None) -> bool:
+        """Whether this rank has not yet committed a step of this size in this generation."""
+        done = self._sizes_done.get(rank)
+        return not done or (step is not None and self._batch_size(step) not in done)
+
+    def typical_step_s(self, rank: int) -> float | None:
+        """What a step takes this rank, without waiting for the others."""
+        return self._stragglers.typical().get(rank)
+
+    async def stacks(self, limit_s: float = 1.0) -> dict[int, dict[str, Any]]:
+        """Where the training thread of each living rank stands."""
+        answers = await self._supervisor.stacks.ask(sorted(self.living), limit_s)
+        return {rank: answer or {"problem": NO_STACK} for rank, answer in answers.items()}
+
     def max_step(self) -> int:
         steps = [slot.step or 0 for slot in self._supervisor.ranks.values()]
         return max([self.step, *steps])
@@ -500,11 +608,7 @@ class ActiveRun:
         """What a client shows while the run goes on (and afterwards)."""
         now = time.time()
         elapsed = (self.ended or now) - self.started
-        rate = None
-        if len(self._steps_s) > 1:
-            (first_time, first_step), (last_time, last_step) = self._steps_s[0], self._steps_s[-1]
-            if last_time > first_time:
-                rate = (last_step - first_step) / (last_time - first_time)
+        rate = self.pace.steps_per_s(now)
         global_batch = self.options["global_batch"]
         per_epoch = sampler.steps_per_epoch(self.dataset_len, global_batch)
         return {
@@ -534,4 +638,3 @@ class ActiveRun:
             except TimeoutError:
                 return done()
         return True
-

@@ -7,6 +7,7 @@ owner can read, proves everybody else. Without that pair a stranger on the same 
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -50,9 +51,14 @@ class Connection:
         return f"tcp://{self.host}:{port}"
 
 
-def server_socket(context: zmq.Context, kind: int, secret_key: bytes, public_key: bytes) -> zmq.Socket:
+def server_socket(
+    context: zmq.Context, kind: int, secret_key: bytes, public_key: bytes,
+    heartbeat_ms: tuple[int, int] = (HEARTBEAT_INTERVAL_MS, HEARTBEAT_TIMEOUT_MS),
+) -> zmq.Socket:
+    """`heartbeat_ms`: how often a peer is asked for a sign of life, and how long it may owe the answer."""
     sock = context.socket(kind)
     _common(sock)
+    sock.heartbeat_ivl, sock.heartbeat_timeout = heartbeat_ms
     if kind == zmq.ROUTER:
         # A peer that connects again while its old connection still counts (a supervisor that was stopped for some
         # seconds has noticed nothing) would be ignored for ever, and answers to what it had asked be lost.
@@ -62,6 +68,18 @@ def server_socket(context: zmq.Context, kind: int, secret_key: bytes, public_key
     sock.curve_publickey = public_key
     sock.zap_domain = b"ftnb"
     return sock
+
+
+def bind(sock: zmq.Socket, host: str, port: int | None) -> int:
+    """Listen on `port` if that is possible, so that those who were connected to a predecessor come by themselves."""
+    if port is not None:
+        for _ in range(10):
+            try:
+                sock.bind(f"tcp://{host}:{port}")
+                return port
+            except zmq.ZMQError:  # the predecessor's socket may take a moment to go
+                time.sleep(0.02)
+    return sock.bind_to_random_port(f"tcp://{host}")
 
 
 def peer_socket(context: zmq.Context, kind: int, connection: Connection, port: int, identity: bytes = b""):
