@@ -43,7 +43,8 @@ class Slot:
     answered: float = 0.0  # monotonic time of the last "beat_seen" sent to it
     last_sign: float = 0.0  # wall clock of its last message of any kind
     started: float = 0.0  # monotonic time
-    fault_time: float | None = None  # when an injected fault took effect
+    fault: str | None = None  # the kind of an injected fault that is to end it (or has)
+    fault_time: float | None = None  # when that took effect
     problem: str | None = None  # why it is failed
     loaded: str | None = None  # of the pool: the run whose cell it has run ("?name" while it does)
     joined_step: int | None = None  # the first step it shall do as a replacement, until it has proved itself
