@@ -23,7 +23,7 @@ def run(line: str) -> None:
     if parsed.words:
         if parsed.words != ["stop"]:
             hint = did_you_mean(parsed.words[0], ("stop",))
-            raise UsageError(f"%ft_chaos knows no {parsed.words[0]!r}.{hint} Usage: %ft_chaos --mtbf S, %ft_chaos stop.")
+            raise UsageError(f"%ft_chaos knows no {parsed.words[0]!r}.{hint} Try %ft_chaos --mtbf S or %ft_chaos stop.")
         if parsed.values:
             raise UsageError("%ft_chaos stop takes no options.")
         print(current.run().chaos_stop()["reason"])
