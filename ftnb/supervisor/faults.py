@@ -37,7 +37,7 @@ class Faults:
         self._supervisor, self._run = supervisor, run
         self._planned: dict[int, dict[str, Any]] = {}
         self._stopped: list[dict[str, Any]] = []  # processes that are to be continued: pid, started, until
-        self._answers: dict[int, asyncio.Future[bool]] = {}
+        self._answers: dict[int, asyncio.Future[bool | str]] = {}  # a text: why there will be none
         self._next_id = 1
 
     # --- for a successor
@@ -131,19 +131,19 @@ class Faults:
         number = self._plan(fault)
         answered = self._answers[number] = asyncio.get_running_loop().create_future()
         self._send(number, fault)
-        accepted = False
+        answer: bool | str = f"Rank {rank} does not answer, so no fault can be planned on it. %ft_status shows how it is."
         try:
-            accepted = await asyncio.wait_for(answered, ANSWER_TIMEOUT_S)
+            answer = await asyncio.wait_for(answered, ANSWER_TIMEOUT_S)
         except TimeoutError:
-            raise RunError(
-                f"Rank {rank} does not answer, so no fault can be planned on it. %ft_status shows how it is."
-            ) from None
+            pass
         finally:
             self._answers.pop(number, None)
-            if not accepted:
+            if answer is not True:
                 self._planned.pop(number, None)
+        if isinstance(answer, str):
+            raise RunError(answer)
         self._run.save()
-        return accepted
+        return answer
 
     def _send(self, number: int, fault: dict[str, Any]) -> None:
         self._supervisor.tell_rank(
@@ -201,7 +201,7 @@ class Faults:
         """Somebody waits for the answer of a rank that will not come."""
         self._planned.pop(number, None)
         if not (future := self._answers[number]).done():
-            future.set_exception(RunError(why))
+            future.set_result(why)
 
     def outstanding(self) -> str:
         """Which fault has not been dealt with yet, as "the hang of rank 2 is not over"; empty when there is none."""
