@@ -131,7 +131,7 @@ class Faults:
         number = self._plan(fault)
         answered = self._answers[number] = asyncio.get_running_loop().create_future()
         self._send(number, fault)
-        answer: bool | str = f"Rank {rank} does not answer, so no fault can be planned on it. %ft_status shows how it is."
+        answer: bool | str = f"Rank {rank} does not answer, so no fault can be planned on it. See %ft_status."
         try:
             answer = await asyncio.wait_for(answered, ANSWER_TIMEOUT_S)
         except TimeoutError:
