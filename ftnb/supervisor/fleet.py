@@ -623,7 +623,7 @@ class Fleet:
     def run_ended(self, vacant: frozenset[int], members: frozenset[int]) -> None:
         self._let_leave(members)
         for slot in self.ranks.values():
-            slot.fault_time = slot.joined_step = None
+            slot.fault = slot.fault_time = slot.joined_step = None
         for slot in self.pool:
             if slot.loaded is not None:
                 slot.loaded = None

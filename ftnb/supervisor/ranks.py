@@ -53,7 +53,8 @@ class Slot:
     answered: float = 0.0  # monotonic time of the last "beat_seen" sent to it
     last_sign: float = 0.0  # wall clock of its last message of any kind
     started: float = 0.0  # monotonic time
-    fault_time: float | None = None  # when an injected fault took effect
+    fault: str | None = None  # the kind of an injected fault that is to end it (or has)
+    fault_time: float | None = None  # when that took effect
     problem: str | None = None  # why it is failed
     cut_off: bool = False  # it does not end although it was killed: nothing that it says is heard
     loaded: str | None = None  # of the pool: the run whose cell it has run ("?name" while it does)

@@ -19,6 +19,7 @@ from ftnb.core.report import useful_seconds
 from ftnb.core.stragglers import Stragglers
 from ftnb.errors import RunError
 from ftnb.supervisor import joining
+from ftnb.supervisor.chaos import Chaos
 from ftnb.supervisor.faults import Faults
 from ftnb.supervisor.pace import Pace, milliseconds
 from ftnb.supervisor.recorder import Recorder
@@ -66,7 +67,7 @@ class ActiveRun:
         self.failures = 0
         self.changed = asyncio.Event()  # set and replaced whenever something that people wait for happens
         self.recent: deque[str] = deque(maxlen=12)
-        self.faults = Faults(supervisor, self)
+        self.faults, self.chaos = Faults(supervisor, self), Chaos(supervisor, self)
         self._digests: dict[int, str] = {}
         self.pace = Pace()
         self._stragglers = Stragglers()
@@ -76,7 +77,7 @@ class ActiveRun:
         self._skipped: dict[int, dict[int, tuple[str, bool]]] = {}  # by step and rank: (where, whether it is a source)
         self._useful_s = 0.0
         self._last_commit: float | None = None
-        self._state = planner.new(self.total_steps, refill=self.options["recovery"] == "replace")
+        self._state = planner.new(self.total_steps, **_strategy(self.options))
         self._open_generation, self._open_members, self._open_first = 0, (), 1
         self._evaluated_step = 0
         self._flushed_step = 0
@@ -104,7 +105,7 @@ class ActiveRun:
     def record(self) -> dict[str, Any]:
         """What changes; together with the files of the run it is all that a successor needs to go on."""
         return {
-            "planner": planner.to_json(self._state), "faults": self.faults.record(),
+            "planner": planner.to_json(self._state), "faults": self.faults.record(), "chaos": self.chaos.record(),
             "books": [self._open_generation, list(self._open_members), self._open_first],
             "state": self.state, "reason": self.reason, "error": self.error, "ended": self.ended,
             "evaluated_step": self._evaluated_step, "no_joining": self.no_joining,
@@ -150,6 +151,7 @@ class ActiveRun:
             self._recorder.close()
         else:
             self.faults.restore(record["faults"])
+            self.chaos.restore(record["chaos"])
 
     def adopted(self, standing: dict[int, protocol.Standing], digests: dict[int, str], reason: str) -> None:
         """A new supervisor has found its ranks: go on."""
@@ -252,6 +254,7 @@ class ActiveRun:
             self.pace.committed(when, step)
             if first:
                 self.notify()
+        self.faults.moved(rank, when)
         self._write(self._assembler.committed(generation, step, rank, when, lr, norm, step_s))
         if step > self._state.committed:
             self.handle(protocol.StepCommitted(rank, generation, step, when))
@@ -334,10 +337,19 @@ class ActiveRun:
     def tick(self) -> None:
         if not self.is_over:
             self.handle(protocol.Tick())
+        if not self.is_over and self.options["recovery"] == "restart" and (why := self._why_nobody_comes()):
+            self.handle(protocol.NobodyComes(why))  # said again and again: it matters only while the run waits
         if not self.is_over:
             self.flush()
             if self._recorder.problem:
                 self.give_up("failed", f"The files of this run cannot be written ({self._recorder.problem}).")
+
+    def _why_nobody_comes(self) -> str:
+        """Why a slot that is vacant will stay so; empty when somebody may come."""
+        given_up, vacant = self._supervisor.fleet.given_up, sorted(self._state.vacant)
+        if vacant and self.no_joining:
+            return self.no_joining
+        return next((f"Rank {r} is not started again: {given_up[r]}" for r in vacant if r in given_up), "")
 
     def flush(self) -> None:
         """Lines to the disk; only then may the ranks' reports be forgotten."""
@@ -452,6 +464,7 @@ class ActiveRun:
         slot = self._supervisor.ranks[action.rank]
         slot.problem = action.reason
         if action.fields.get("failure") != "exception":
+            self.faults.lost(action.rank)
             return
         slot.state = "failed"
         if slot.joined_step is not None:  # it had just come: the next one would do the same
@@ -464,6 +477,7 @@ class ActiveRun:
         self.handle(protocol.RankFenced(rank))
 
     def _end(self, action: protocol.End) -> None:
+        self.chaos.end()
         self.faults.end()
         self.state, self.reason, self.ended = action.state, action.reason, time.time()
         self.error = dict(action.error) if action.error else None
@@ -497,6 +511,13 @@ class ActiveRun:
         self.recent.appendleft(reason)
         if not self._handling:
             self.save()
+
+    def say(self, text: str) -> None:
+        """Something that is no event, but that whoever looks at the run now should see."""
+        self.recent.appendleft(text)
+        if not self._handling:
+            self.save()
+            self.notify()
 
     def _write(self, lines: list[Line]) -> None:
         for line in lines:
@@ -542,6 +563,11 @@ class ActiveRun:
     def living(self) -> frozenset[int]:
         """Ranks that take part, neither dead nor left out."""
         return self._state.alive
+
+    @property
+    def healthy(self) -> frozenset[int]:
+        """Members of the generation that trains: they live and hold the state of the training."""
+        return self._state.alive & frozenset(self._state.members) if self._state.phase == "training" else frozenset()
 
     @property
     def has_run(self) -> frozenset[int]:
@@ -622,7 +648,7 @@ class ActiveRun:
             "eta_s": (self.total_steps - self.step) / rate if rate and not self.is_over else None,
             "num_spares": self._state.spares, "goodput": min(1.0, self._useful_s / elapsed) if elapsed > 0 else None,
             "ranks": self._final_ranks or self._supervisor.fleet.statuses(),
-            "recent": list(self.recent), "error": self.error,
+            "recent": list(self.recent), "error": self.error, "chaos": self.chaos.info(),
         }
 
     async def wait(self, done: Callable[[], bool], timeout_s: float) -> bool:
@@ -638,3 +664,14 @@ class ActiveRun:
             except TimeoutError:
                 return done()
         return True
+
+
+def _strategy(options: Mapping[str, Any]) -> dict[str, Any]:
+    """What the planner is told of a run's options."""
+    recovery, on_nan = options["recovery"], options.get("on_nan", "stop")
+    strategy: dict[str, Any] = {"refill": recovery in ("replace", "restart")}
+    if recovery == "restart":
+        strategy["restart"] = True
+    if on_nan != "stop":
+        strategy["on_nan"] = on_nan
+    return strategy
