@@ -85,7 +85,6 @@ class World:
         self.num_condemned = self.flips = 0
         self.restored_generation = 0  # the last one that was told to go back
         self.lost = False  # with recovery "restart": a rank, and the others have not gone back yet
-        self.may_reopen = False  # some steps may have got their lines without a word to the planner
         self.nobody_comes = ""
         self.stop_wanted = self.given_up = False
         self.end: planner.End | None = None
@@ -438,9 +437,10 @@ class World:
                 return False
             if self.state.paused:
                 self.unpause()
-            if not self.refill and self.state.phase == "training" and not (self.state.vacant or self.state.joiners):
-                if self.state.members != tuple(range(self.state.wanted)):  # one more is lost
-                    self.resize(self.state.wanted)
+            state = self.state
+            is_full = set(range(state.wanted)) <= state.alive | state.joiners | state.vacant
+            if not self.refill and state.phase == "training" and not is_full:  # one more is lost
+                self.resize(state.wanted)
             state = self.state
             return state.phase == "training" and state.members == tuple(range(state.wanted)) and state.hold_why is None
 
@@ -528,7 +528,9 @@ class World:
         elif isinstance(action, planner.OpenGeneration):
             if len(self.lines) >= action.first_step:
                 # Lines that were written when the planner had lost sight of the generation they come from.
-                assert self.may_reopen, "steps are done again without a word"
+                back, now_back = before.going_back, self.state.going_back
+                again = back is not None and back.sent is not None
+                assert again or (now_back and not now_back.were_at), "steps are done again without a word"
                 self.lines = self.lines[: action.first_step - 1]
             self.assembler.open_generation(action.generation, action.members, action.first_step)
         elif isinstance(action, planner.CloseGeneration):

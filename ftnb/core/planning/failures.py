@@ -177,6 +177,7 @@ def _judge_divergence(
     now: float, state: State, actions: list[Action], failure: Failure
 ) -> tuple[State, list[Action]]:
     step = failure.step
+    state = replace(state, committed=max(state.committed, step))  # replicas are compared after the commit
     digests = {int(rank): digest for rank, digest in failure.error["digests"].items()}
     odd = checks.odd_ones(digests)
     reason = checks.divergence_words(step, digests)

@@ -96,8 +96,7 @@ def _go(state: State, actions: list[Action]) -> tuple[State, list[Action]]:
     # A rank that is left out may have been a step ahead of all others: that step is done again without it.
     committed = max((state.ready[rank].committed for rank in members), default=-1)
     if committed < 0:
-        reason = "All ranks that held the state of the training are lost; those that were to join had none yet."
-        return end(state, actions, "failed", reason)
+        return _all_lost(state, actions)
     first_step = committed + 1
     behind = tuple(rank for rank in members if state.ready[rank].committed < committed)
     source = next(rank for rank in members if state.ready[rank].committed == committed) if behind else None
@@ -115,11 +114,20 @@ def _go(state: State, actions: list[Action]) -> tuple[State, list[Action]]:
     return _send_go(state, actions, committed, source, behind, None)
 
 
+def _all_lost(state: State, actions: list[Action]) -> tuple[State, list[Action]]:
+    reason = "All ranks that held the state of the training are lost; those that were to join had none yet."
+    return end(state, actions, "failed", reason)
+
+
 def _go_back(state: State, back: GoingBack, actions: list[Action]) -> tuple[State, list[Action]]:
     """As `_go`, from the newest copy of an earlier state that a member has kept."""
     members = tuple(sorted(state.alive))
     told = {rank: state.ready[rank].committed for rank in members if state.ready[rank].committed >= 0}
-    if back.sent is None:
+    anchors = {rank: anchor for rank in members if (anchor := state.ready[rank].anchor) is not None}
+    if not state.restart and state.newcomers >= set(members):
+        return _all_lost(state, actions)  # they could begin anew, but nobody has asked for that
+    # An anchor that is newer than what all had gone back to proves that they had, and have trained since.
+    if back.sent is None or max(anchors.values(), default=-1) > state.committed:
         closed_with = max(told.values(), default=state.committed)
         undone = closed_with
     else:
@@ -127,7 +135,6 @@ def _go_back(state: State, back: GoingBack, actions: list[Action]) -> tuple[Stat
         # what was heard of; whoever is not where it was has gone back, so it tells of steps since.
         closed_with = state.committed
         undone = max([closed_with, *(step for rank, step in told.items() if step != back.were_at.get(rank))])
-    anchors = {rank: anchor for rank in members if (anchor := state.ready[rank].anchor) is not None}
     if not anchors:
         reason = (
             f"All ranks were to go back to an earlier state ({back.why}), and none of them has kept one. Run the cell "
@@ -135,6 +142,7 @@ def _go_back(state: State, back: GoingBack, actions: list[Action]) -> tuple[Stat
         )
         return end(replace(state, committed=closed_with), actions, "failed", reason)
     anchor = max(anchors.values())
+    closed_with, undone = max(closed_with, anchor), max(undone, anchor)
     if back.sent is None and back.verdict is not None and back.verdict[0] == "divergence":
         step, before = back.verdict[1], state.last_verdict
         if before is not None and before[:2] == ("divergence", step) and anchor <= before[2]:
@@ -150,7 +158,7 @@ def _go_back(state: State, back: GoingBack, actions: list[Action]) -> tuple[Stat
     source = next(rank for rank in members if anchors.get(rank) == anchor) if behind else None
     if state.generation > 1:
         actions.append(CloseGeneration(state.generation - 1, closed_with))
-    if undone > anchor:
+    if undone > anchor:  # else only the step in flight is done again
         reason = (
             f"All ranks go back to {words.state_after(anchor)}; {words.steps(anchor + 1, undone)} done again, "
             f"because {back.why}."
