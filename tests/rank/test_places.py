@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import peers
+import pytest
 
 SPIED = """
 import torch
@@ -82,35 +83,42 @@ def test_every_place_of_a_training_has_its_name(tmp_path):
         assert (held, finished, at_last) == (("held", 2), ("finished", 3), "finished")
 
 
-BUFFERS = """
+GATED = """
 import threading
 gate = threading.Event()
-closed_at = None
-count = 0
-model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 4))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+closed = None
+counts = {"fetch": 0, "forward": 0}
+
+def pass_by(place):
+    counts[place] += 1
+    if (place, counts[place]) == closed:
+        gate.wait()
+
+def collate_fn(samples):
+    pass_by("fetch")
+    return torch.utils.data.default_collate(samples)
 
 def loss_fn(output, target):
-    global count
-    count += 1
-    if count == closed_at:
-        gate.wait()
+    pass_by("forward")
     return torch.nn.functional.mse_loss(output, target)
+
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
 """
 
 
-def one_is_late(rank: int, directory: Path, closed_at: int) -> None:
-    """Rank 0 stays in its forward pass until rank 1 has been seen waiting for it."""
-    peer = peers.Peer(rank, directory, BUFFERS, {"total_steps": 4})
-    peer.namespace["closed_at"] = closed_at if rank == 0 else None
+def one_is_late(rank: int, directory: Path, name: str, step: int) -> None:
+    """Rank 0 stays in one place until rank 1 has been seen waiting for it."""
+    peer = peers.Peer(rank, directory, GATED, {"total_steps": 4})
+    if rank == 0:
+        peer.namespace["closed"] = (name, step)
     thread = peer.start([0, 1])
-    place = ("forward" if rank == 0 else "collective", closed_at)
+    place = (name if rank == 0 else "collective", step)
     if rank == 1:  # which is in a collective for a moment in any case
         peers.wait_until((directory / "seen-0").exists, "rank 0 stays where it is")
 
     def stays() -> bool:
-        name, step, since = peer.training.place
-        return (name, step) == place and time.monotonic() - since > 0.3
+        return peer.training.place[:2] == place and time.monotonic() - peer.training.place[2] > 0.3
 
     peers.wait_until(stays, f"rank {rank} stays at {place}")
     (directory / f"seen-{rank}").touch()
@@ -120,10 +128,10 @@ def one_is_late(rank: int, directory: Path, closed_at: int) -> None:
     peer.end(thread)
 
 
-def test_who_waits_is_told_from_who_is_waited_for(tmp_path):
-    for closed_at in (1, 2, 3):  # step 2: DDP lays its buckets out anew, which all ranks do together
-        (directory := tmp_path / str(closed_at)).mkdir()
-        peers.run_ranks(one_is_late, 2, directory, closed_at)
+# In step 2 DDP lays its buckets out anew before its forward pass, which all ranks do together.
+@pytest.mark.parametrize("name, step", [("forward", 1), ("fetch", 2), ("forward", 3)])
+def test_who_waits_is_told_from_who_is_waited_for(tmp_path, name, step):
+    peers.run_ranks(one_is_late, 2, tmp_path, name, step)
 
 
 SLEEPY = """
