@@ -236,7 +236,7 @@ def corrupted(rank: int, directory: Path, fault_step: int | None, options: dict[
         digest = peer.link.wait_told("finished", 1)["digest"]
         peer.end(thread)
         return digest
-    failure = peer.link.wait_told("step_failed", 1)["failure"]
+    failure = peer.link.wait_told("step_failed", 1)["failure"]  # all find it out together: nobody has to be told
     answer = peer.regroup(2)
     anchor = answer["anchor"]
     peer.go(2, members, None, [], anchor + 1, restore=anchor)
@@ -273,29 +273,19 @@ def test_the_odd_one_of_three_can_be_told(tmp_path):
 def one_without(rank: int, directory: Path) -> Any:
     """Ranks 0 and 1 have anchor 4, rank 2 has an older one, and is behind; rank 0 gives its state."""
     peer = peers.Peer(rank, directory, BATCHNORM + ADAMW + SCHEDULER, {"check_replicas": 2, "total_steps": 9})
-    peer.orders.hold(1, 5 if rank < 2 else 0)
-    thread = peers.threading.Thread(target=peer.training.run, daemon=True)
-    thread.start()
-    peer.orders.want(1)
-    peer.orders.go({
-        "generation": 1, "members": [0, 1] if rank < 2 else [2], "first_step": 1, "source": None, "behind": [],
-        "hold_after": 5 if rank < 2 else 2,
-    })  # fmt: skip
+    thread = peer.start([0, 1], hold_after=5) if rank < 2 else peer.start([2], hold_after=2)
     peer.link.wait_told("held", 1)
     assert peer.training._anchor.step == (4 if rank < 2 else 2)
+    (directory / f"held-{rank}").touch()
+    peers.wait_until(lambda: all((directory / f"held-{r}").exists() for r in range(3)), "all are held")
     answer = peer.regroup(2)
-    (directory / f"ready-{rank}").touch()
-    peers.wait_until(lambda: all((directory / f"ready-{r}").exists() for r in range(3)), "all are ready")
-    peer.orders.go({
-        "generation": 2, "members": [0, 1, 2], "first_step": 5, "source": 0, "behind": [2], "restore": 4,
-        "hold_after": 4,
-    })  # fmt: skip
+    peer.go(2, [0, 1, 2], 0, [2], 5, restore=4, hold_after=4)
     peer.link.wait_told("held", 2)
-    held, anchor = peers.contents(peer.job), peer.training._anchor.step
+    kept, anchor = peers.contents(peer.job), peer.training._anchor.step
     peer.orders.release()
     digest = peer.link.wait_told("finished", 2)["digest"]
     peer.end(thread)
-    return answer["committed"], held, anchor, digest
+    return answer["committed"], kept, anchor, digest
 
 
 def test_who_lacks_the_copy_gets_it_from_the_others(tmp_path):
