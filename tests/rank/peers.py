@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
@@ -50,8 +50,8 @@ class FileLink:
     """What a `Training` needs of its link: keys in a file, and messages kept for the test."""
 
     def __init__(self, path: Path, orders: Orders) -> None:
-        self._store = dist.FileStore(str(path), -1)
-        self._store.set_timeout(timedelta(milliseconds=20))
+        self.store = dist.FileStore(str(path), -1)
+        self.store.set_timeout(timedelta(milliseconds=20))
         self._orders = orders
         self.told: list[dict[str, Any]] = []
         self.reports: list[list[Any]] = []
@@ -60,20 +60,20 @@ class FileLink:
     def ask_store(self, generation: int, command: str, **args: Any) -> dict[str, Any]:
         key = f"{generation}:{args.get('key')}"
         if command == "set":
-            self._store.set(key, args["value"])
+            self.store.set(key, args["value"])
             return {}
         if command == "add":
-            return {"number": self._store.add(key, args["amount"])}
+            return {"number": self.store.add(key, args["amount"])}
         keys = [f"{generation}:{k}" for k in args.get("keys", [args.get("key")])]
         if command == "check":
-            return {"number": int(self._store.check(keys))}
+            return {"number": int(self.store.check(keys))}
         deadline = time.monotonic() + DEADLINE_S
-        while not self._store.check(keys):
+        while not self.store.check(keys):
             self._orders.check(generation)
             if time.monotonic() > deadline:
                 raise Superseded(generation)
             time.sleep(0.001)
-        return {"value": self._store.get(key)} if command == "get" else {}
+        return {"value": self.store.get(key)} if command == "get" else {}
 
     def tell(self, op: str, **fields: Any) -> None:
         if op == "fault_due":  # as the supervisor answers, once it is on record
@@ -152,26 +152,33 @@ class Peer:
 
     def go(
         self, generation: int, members: list[int], source: int | None, behind: list[int], first_step: int,
-        restore: int | None = None,
+        **more: Any,
     ) -> None:  # fmt: skip
+        self._last_go = f"ended {generation} {members}", len(members)
         self.orders.go({
             "generation": generation, "members": members, "first_step": first_step, "source": source,
-            "behind": behind, "restore": restore,
+            "behind": behind, **more,
         })  # fmt: skip
 
     def inject(self, kind: str, at_step: int | None, **fields: Any) -> None:
         assert self.orders.add_fault(Fault(0, kind, at_step, **fields))
 
-    def start(self, members: list[int], first_step: int = 1) -> threading.Thread:
+    def start(
+        self, members: list[int], source: int | None = None, behind: Sequence[int] = (), **more: Any
+    ) -> threading.Thread:
         """Train in a thread of its own, from generation 1 on."""
         thread = threading.Thread(target=self.training.run, daemon=True)
         thread.start()
         self.orders.want(1)
         self.link.wait_told("ready", 1)
-        self.go(1, members, None, [], first_step)
+        self.go(1, members, source, list(behind), 1, **more)
         return thread
 
     def end(self, thread: threading.Thread) -> None:
+        """Leave the run when all members of the last group want to: whose connections go might be needed till then."""
+        key, num_members = self._last_go
+        self.link.store.add(key, 1)
+        wait_until(lambda: self.link.store.add(key, 0) >= num_members, "all members have come to the end")
         self.orders.drop()
         self.training.abort()
         thread.join(DEADLINE_S)

@@ -36,16 +36,24 @@ def back_and_forth(rank: int, directory: Path, code: str) -> None:
     addresses = {name: p.data_ptr() for name, p in peer.job.model.named_parameters()}
     anchor = Anchor()
     contents: list[Any] = []
+
+    def moments() -> list[int]:
+        return [t.data_ptr() for t in state.take_apart(peer.job.optimizer.state_dict())[1]]
+
     for value in (1, 2, 3):  # the second time into the memory of the first
         step = 2 * value - 2
         anchor.take(peer.job, step)
         assert anchor.step == step
         before = peers.contents(peer.job)
-        for _ in range(2):  # it can be put back more than once, and is no part of what goes on
+        for forgotten in (False, True, False):  # it can be put back more than once, and is no part of what goes on
             change(peer, value)
             assert not peers.same(before, peers.contents(peer.job))
+            if forgotten:
+                peer.job.optimizer.state.clear()
+            held_at = moments()
             anchor.restore(peer.job)
             assert peers.same(before, peers.contents(peer.job))
+            assert forgotten or value == 1 or moments() == held_at  # nothing is allocated anew
         assert {name: p.data_ptr() for name, p in peer.job.model.named_parameters()} == addresses
         held = {id(p) for g in peer.job.optimizer.param_groups for p in g["params"]}
         assert held == {id(p) for p in peer.job.model.parameters()}
@@ -124,6 +132,11 @@ def test_any_flipped_bit_changes_the_digest(code):
         flip(tensor, *where)
         assert replicas.digest(job) != clean, (tensor.dtype, tensor.shape, where)
         flip(tensor, *where)
+    for tensor in tensors:  # the last elements, which are no whole row
+        for position in range(max(0, tensor.numel() - 5), tensor.numel()):
+            flip(tensor, position, 0)
+            assert replicas.digest(job) != clean, (tensor.dtype, tensor.shape, position)
+            flip(tensor, position, 0)
     assert replicas.digest(job) == clean
 
 
@@ -223,7 +236,7 @@ def corrupted(rank: int, directory: Path, fault_step: int | None, options: dict[
         digest = peer.link.wait_told("finished", 1)["digest"]
         peer.end(thread)
         return digest
-    failure = peer.link.wait_told("step_failed", 1)["failure"]
+    failure = peer.link.wait_told("step_failed", 1)["failure"]  # all find it out together: nobody has to be told
     answer = peer.regroup(2)
     anchor = answer["anchor"]
     peer.go(2, members, None, [], anchor + 1, restore=anchor)
@@ -260,29 +273,19 @@ def test_the_odd_one_of_three_can_be_told(tmp_path):
 def one_without(rank: int, directory: Path) -> Any:
     """Ranks 0 and 1 have anchor 4, rank 2 has an older one, and is behind; rank 0 gives its state."""
     peer = peers.Peer(rank, directory, BATCHNORM + ADAMW + SCHEDULER, {"check_replicas": 2, "total_steps": 9})
-    peer.orders.hold(1, 5 if rank < 2 else 0)
-    thread = peers.threading.Thread(target=peer.training.run, daemon=True)
-    thread.start()
-    peer.orders.want(1)
-    peer.orders.go({
-        "generation": 1, "members": [0, 1] if rank < 2 else [2], "first_step": 1, "source": None, "behind": [],
-        "hold_after": 5 if rank < 2 else 2,
-    })  # fmt: skip
+    thread = peer.start([0, 1], hold_after=5) if rank < 2 else peer.start([2], hold_after=2)
     peer.link.wait_told("held", 1)
     assert peer.training._anchor.step == (4 if rank < 2 else 2)
+    (directory / f"held-{rank}").touch()
+    peers.wait_until(lambda: all((directory / f"held-{r}").exists() for r in range(3)), "all are held")
     answer = peer.regroup(2)
-    (directory / f"ready-{rank}").touch()
-    peers.wait_until(lambda: all((directory / f"ready-{r}").exists() for r in range(3)), "all are ready")
-    peer.orders.go({
-        "generation": 2, "members": [0, 1, 2], "first_step": 5, "source": 0, "behind": [2], "restore": 4,
-        "hold_after": 4,
-    })  # fmt: skip
+    peer.go(2, [0, 1, 2], 0, [2], 5, restore=4, hold_after=4)
     peer.link.wait_told("held", 2)
-    held, anchor = peers.contents(peer.job), peer.training._anchor.step
+    kept, anchor = peers.contents(peer.job), peer.training._anchor.step
     peer.orders.release()
     digest = peer.link.wait_told("finished", 2)["digest"]
     peer.end(thread)
-    return answer["committed"], held, anchor, digest
+    return answer["committed"], kept, anchor, digest
 
 
 def test_who_lacks_the_copy_gets_it_from_the_others(tmp_path):
@@ -291,6 +294,22 @@ def test_who_lacks_the_copy_gets_it_from_the_others(tmp_path):
     assert [result[2] for result in results] == [4, 4, 4]
     assert peers.same(results[0][1], results[2][1])
     assert len({result[3] for result in results}) == 1
+
+
+def went_back(rank: int, directory: Path) -> None:
+    training = peers.Peer(rank, directory, BATCHNORM + ADAMW, {"recovery": "restart"}).training
+    training._snapshot.take(1)
+    training.in_flight = 1
+    training._go_back(0)
+    assert (training.committed, training.in_flight) == (0, None)
+    # Should the next step 1 be broken off before it has taken its own, this one must not be put back.
+    assert training._snapshot.step != 1
+    with pytest.raises(RuntimeError, match=r"back to step 7, .* of step 0"):
+        training._go_back(7)
+
+
+def test_the_statistics_of_the_step_in_flight_do_not_outlive_it(tmp_path):
+    peers.run_ranks(went_back, 1, tmp_path)
 
 
 def needs_restart(rank: int, directory: Path) -> Any:

@@ -114,17 +114,13 @@ def stopping(rank: int, directory: Path, on_nan: str) -> Any:
     """Held after step 3, so that it can be compared with what is there when step 4 has failed."""
     code = MODEL.replace("torch.nn.Tanh()", "torch.nn.BatchNorm1d(8)") + ADAM
     peer = peers.Peer(rank, directory, code, {"on_nan": on_nan})
-    peer.orders.hold(1, 3)
     if rank == 2:
         peer.inject("nan", 4)
-    thread = peers.threading.Thread(target=peer.training.run, daemon=True)
-    thread.start()
-    peer.orders.want(1)
-    peer.orders.go({
-        "generation": 1, "members": [0, 1, 2], "first_step": 1, "source": None, "behind": [], "hold_after": 3,
-    })  # fmt: skip
+    thread = peer.start([0, 1, 2], hold_after=3)
     peer.link.wait_told("held", 1)
     before = peers.contents(peer.job)
+    (directory / f"held-{rank}").touch()
+    peers.wait_until(lambda: all((directory / f"held-{r}").exists() for r in range(3)), "all are held")
     peer.orders.release()
     failure = peer.link.wait_told("step_failed", 1)["failure"]
     peers.wait_until(lambda: peer.training.stage == "waiting", "the step is left")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import peers
+import pytest
 
 SPIED = """
 import torch
@@ -55,14 +56,7 @@ def all_places(rank: int, directory: Path) -> Any:
     peer.link.ask_store = ask_store
     training.committed = 0 if rank == 0 else -1
     assert training.place[:2] == ("wait", None)
-    peer.orders.want(1)
-    thread = peers.threading.Thread(target=training.run, daemon=True)
-    thread.start()
-    peer.link.wait_told("ready", 1)
-    peers.wait_until(lambda: training.place[0] == "wait", "it waits for its orders")
-    peer.orders.go({
-        "generation": 1, "members": [0, 1], "first_step": 1, "source": 0, "behind": [1], "hold_after": 2,
-    })  # fmt: skip
+    thread = peer.start([0, 1], source=0, behind=[1], hold_after=2)
     peer.link.wait_told("held", 1)
     held = training.place[:2]
     peer.orders.release()
@@ -82,35 +76,42 @@ def test_every_place_of_a_training_has_its_name(tmp_path):
         assert (held, finished, at_last) == (("held", 2), ("finished", 3), "finished")
 
 
-BUFFERS = """
+GATED = """
 import threading
 gate = threading.Event()
-closed_at = None
-count = 0
-model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 4))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+closed = None
+counts = {"fetch": 0, "forward": 0}
+
+def pass_by(place):
+    counts[place] += 1
+    if (place, counts[place]) == closed:
+        gate.wait()
+
+def collate_fn(samples):
+    pass_by("fetch")
+    return torch.utils.data.default_collate(samples)
 
 def loss_fn(output, target):
-    global count
-    count += 1
-    if count == closed_at:
-        gate.wait()
+    pass_by("forward")
     return torch.nn.functional.mse_loss(output, target)
+
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
 """
 
 
-def one_is_late(rank: int, directory: Path, closed_at: int) -> None:
-    """Rank 0 stays in its forward pass until rank 1 has been seen waiting for it."""
-    peer = peers.Peer(rank, directory, BUFFERS, {"total_steps": 4})
-    peer.namespace["closed_at"] = closed_at if rank == 0 else None
+def one_is_late(rank: int, directory: Path, name: str, step: int) -> None:
+    """Rank 0 stays in one place until rank 1 has been seen waiting for it."""
+    peer = peers.Peer(rank, directory, GATED, {"total_steps": 4})
+    if rank == 0:
+        peer.namespace["closed"] = (name, step)
     thread = peer.start([0, 1])
-    place = ("forward" if rank == 0 else "collective", closed_at)
+    place = (name if rank == 0 else "collective", step)
     if rank == 1:  # which is in a collective for a moment in any case
         peers.wait_until((directory / "seen-0").exists, "rank 0 stays where it is")
 
     def stays() -> bool:
-        name, step, since = peer.training.place
-        return (name, step) == place and time.monotonic() - since > 0.3
+        return peer.training.place[:2] == place and time.monotonic() - peer.training.place[2] > 0.3
 
     peers.wait_until(stays, f"rank {rank} stays at {place}")
     (directory / f"seen-{rank}").touch()
@@ -120,10 +121,10 @@ def one_is_late(rank: int, directory: Path, closed_at: int) -> None:
     peer.end(thread)
 
 
-def test_who_waits_is_told_from_who_is_waited_for(tmp_path):
-    for closed_at in (1, 2, 3):  # step 2: DDP lays its buckets out anew, which all ranks do together
-        (directory := tmp_path / str(closed_at)).mkdir()
-        peers.run_ranks(one_is_late, 2, directory, closed_at)
+# In step 2 DDP lays its buckets out anew before its forward pass, which all ranks do together.
+@pytest.mark.parametrize("name, step", [("forward", 1), ("fetch", 2), ("forward", 3)])
+def test_who_waits_is_told_from_who_is_waited_for(tmp_path, name, step):
+    peers.run_ranks(one_is_late, 2, tmp_path, name, step)
 
 
 SLEEPY = """
@@ -165,19 +166,19 @@ def slowed_down(rank: int, directory: Path, duration_s: float | None) -> Any:
     peer.link.wait_told("finished", 1)
     peer.end(thread)
     assert [m["step"] for m in peer.link.told if m["op"] == "fault_due"] == [3] * rank
-    return [record[-1] for record in peer.link.reported("committed")]
+    return [record[-2:] for record in peer.link.reported("committed")]
 
 
 def test_a_rank_that_is_slowed_down_takes_so_many_times_as_long(tmp_path):
-    other, slow = peers.run_ranks(slowed_down, 2, tmp_path, None)
+    other, slow = ([own_s for _, own_s in steps] for steps in peers.run_ranks(slowed_down, 2, tmp_path, None))
     assert min(slow[2:]) >= 6 * 0.02  # from step 3 on
     assert sorted(other)[2] < 6 * 0.02 and min(slow[:2]) < 6 * 0.02
 
 
 def test_a_rank_is_slowed_down_for_so_long(tmp_path):
     _, slow = peers.run_ranks(slowed_down, 2, tmp_path, 0.03)
-    assert slow[2] >= 0.05  # its own 20 ms, and the 30 that the fault lasts
-    assert min(slow[3:]) < 6 * 0.02
+    assert slow[2][0] >= 0.049  # 20 ms of its own come before it, and 30 are what it lasts
+    assert min(own_s for _, own_s in slow[3:]) < 6 * 0.02
 
 
 LINEAR = """
