@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 import os
-import signal
 import time
 import traceback
 from typing import Any
@@ -23,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ftnb.core import sampler
 from ftnb.errors import CheckError
-from ftnb.rank import cell, state, transfer
+from ftnb.rank import cell, faults, state, transfer
 from ftnb.rank.data import BatchSource
 from ftnb.rank.group import FORM_TIMEOUT_S, MAX_FORM_TIMEOUT_S, Group
 from ftnb.rank.link import WorkLink
@@ -303,8 +302,7 @@ class Training:
             raise CheckError(f"The loss must be a tensor with one element (the mean over the batch), not {shape}.")
         if not loss.requires_grad:
             raise CheckError("The loss does not depend on the model's parameters, so there is no gradient.")
-        fault = self._orders.due_fault(step)
-        if fault is not None:
+        for fault in self._orders.due_faults(step, "forward"):
             self._suffer(fault, step)
         return loss.reshape(()), weight, scalars
 
@@ -368,8 +366,8 @@ class Training:
     def _suffer(self, fault: Any, step: int) -> None:
         """An injected failure is due. It is recorded by the supervisor before it takes effect."""
         self._link.tell("fault_due", fault_id=fault.fault_id, step=step)
-        if fault.allowed.wait(5) and fault.kind == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
+        if fault.allowed.wait(5):
+            faults.strike(fault, self.rank, step)
 
     # --- the end, and looking in
 

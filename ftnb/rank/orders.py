@@ -6,6 +6,8 @@ import threading
 from dataclasses import dataclass, field
 from typing import Any
 
+from ftnb.rank.faults import POINTS
+
 
 class Superseded(Exception):
     """A newer generation is wanted: leave this one."""
@@ -17,9 +19,15 @@ class Dropped(Exception):
 
 @dataclass
 class Fault:
+    """An injected fault. With no `at_step` it strikes in the step in flight, or in the next one."""
+
     fault_id: int
     kind: str
-    at_step: int
+    at_step: int | None
+    duration_s: float | None = None
+    factor: float | None = None
+    seed: int = 0
+    # Set when the supervisor has put it on record: nothing happens before.
     allowed: threading.Event = field(default_factory=threading.Event)
 
 
@@ -38,7 +46,8 @@ class Orders:
             self._dropped = False
             self._hold: tuple[int, int] | None = None  # (hold id, last step to do)
             self._step = 0
-            self._faults: list[Fault] = []
+            self._faults: list[Fault] = []  # whose time is to come
+            self._struck: list[Fault] = []  # whose time has come
             self._snapshot_wanted = False
 
     # --- agent thread
@@ -74,15 +83,17 @@ class Orders:
 
     def add_fault(self, fault: Fault) -> bool:
         """False when `at_step` is past already."""
+        if fault.kind not in POINTS:
+            raise ValueError(f"fault {fault.kind!r} is unknown here")
         with self._changed:
-            if fault.at_step <= self._step:
+            if fault.at_step is not None and fault.at_step <= self._step:
                 return False
             self._faults.append(fault)
             return True
 
     def allow_fault(self, fault_id: int) -> None:
         with self._changed:
-            for fault in self._faults:
+            for fault in self._struck:
                 if fault.fault_id == fault_id:
                     fault.allowed.set()
 
@@ -138,11 +149,15 @@ class Orders:
                 self._changed.wait()
             self.check(generation)
 
-    def due_fault(self, step: int) -> Fault | None:
+    def due_faults(self, step: int, point: str) -> list[Fault]:
+        """Those that strike at this point of this step (see `POINTS`); each is told once, so it is dealt with once."""
         if not self._faults:
-            return None
+            return []
         with self._changed:
-            return next((f for f in self._faults if f.at_step == step and not f.allowed.is_set()), None)
+            due = [f for f in self._faults if f.at_step in (None, step) and POINTS[f.kind] == point]
+            self._faults = [f for f in self._faults if f not in due]
+            self._struck += due
+            return due
 
     def take_snapshot_wish(self) -> bool:
         if not self._snapshot_wanted:
