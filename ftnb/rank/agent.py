@@ -19,6 +19,7 @@ from ftnb.rank import cut, faults, stacks
 from ftnb.rank.deadman import DeadManTimer
 from ftnb.rank.orders import Fault, Orders
 from ftnb.wire import messages, proc, reaper, sockets
+from ftnb.wire.letters import Received, Sent
 
 BEAT_S = 0.1
 # A supervisor is silent when it is busy for a moment, or gone; then its successor may be somewhere else.
@@ -55,6 +56,9 @@ class Agent:
         self._last_word = time.monotonic()
         self._term = 0
         self._beats = 0
+        self._received = Received()
+        # What must arrive at the supervisor: one stream for each socket, since these overtake each other.
+        self.sent = {stream: Sent(stream) for stream in ("agent", "work")}
         self._memory = _own_memory_file()
         self._dead_man = DeadManTimer()
         self._dead_man_set = -1.0
@@ -139,8 +143,10 @@ class Agent:
             self._set_dead_man()
         heard, self._leaked = [*self._leaked, message], []
         for order in heard:
-            if order.get("term", 0) >= self._term:  # else from a supervisor that has been replaced
-                self._term = order.get("term", 0)
+            if order.get("term", 0) > self._term:
+                self._term, self._received = order["term"], Received()
+            # Else from a supervisor that has been replaced, or out of turn.
+            if order.get("term", 0) == self._term and self._received.is_next(order):
                 self._obey(sock, order)
 
     def _set_dead_man(self) -> None:
@@ -175,7 +181,8 @@ class Agent:
             sock.connect(found.url(found.rank_port))
 
     def _send(self, sock: zmq.Socket, op: str, **fields: Any) -> None:
-        sock.send_multipart(messages.encode({"op": op, "rank": self.rank, **fields}))
+        message = {"op": op, "rank": self.rank, **fields}
+        sock.send_multipart(messages.encode(self.sent["agent"].numbered(message, time.monotonic())))
 
     def _beat(self, sock: zmq.Socket) -> None:
         self._beats += 1
@@ -184,6 +191,7 @@ class Agent:
         self._send(
             sock, "beat", phase=self.phase, step=self._step(), term=self._term, n=self._beats, at=now, place=place,
             place_step=place_step, place_s=round(now - since, 3), rss_mb=self._rss_mb(),
+            heard=self._received.heard, told={stream: sent.last for stream, sent in self.sent.items()},
         )
 
     def _step(self) -> int | None:
@@ -243,6 +251,12 @@ class Agent:
             self._plan_fault(sock, message)
         elif op == "fault_go":
             self._allow_fault(message["fault_id"])
+        elif op == "beat_seen":
+            for stream, heard in message.get("heard", {}).items():
+                self.sent[stream].arrived(heard or 0)
+        elif op == "again":
+            for lost in self.sent[message["stream"]].again(message["after"]):
+                sock.send_multipart(messages.encode(lost))
         elif op == "stacks":
             self._send(sock, "stacks", id=message["id"], **self._stands())
         elif op == "weights":

@@ -13,6 +13,7 @@ from ftnb.core.detector import Heartbeats
 from ftnb.supervisor.lastwords import LINES_KEPT
 from ftnb.supervisor.links import Links
 from ftnb.wire import proc
+from ftnb.wire.letters import Received, Sent
 from ftnb.wire.ring import RingReader
 
 BEAT_S = 0.1
@@ -48,6 +49,8 @@ class Slot:
     memory: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=MEMORY_KEPT))  # (time, MB)
     printed: deque[str] = field(default_factory=lambda: deque(maxlen=LINES_KEPT))  # its last lines
     last_output: list[str] = field(default_factory=list)  # the same and its process's own, when it has ended
+    sent: Sent = field(default_factory=lambda: Sent("orders"))
+    received: dict[str, Received] = field(default_factory=lambda: {s: Received() for s in ("agent", "work")})
     ring: RingReader | None = None  # its reports of steps, in shared memory
     unfreed: deque[tuple[int, int | None]] = field(default_factory=deque)  # (end of a report, the step it is about)
     answered: float = 0.0  # monotonic time of the last "beat_seen" sent to it
@@ -95,6 +98,8 @@ class Slot:
         slot = cls(record["key"], started=time.monotonic(), **{name: record[name] for name in known})
         if record["pid"] is not None:
             slot.process = proc.ProcessId(record["pid"], record["pid_started"])
+        # What it has told before is settled by asking it where it stands.
+        slot.received = {stream: Received(None) for stream in slot.received}
         with contextlib.suppress(OSError):  # it was not there yet, or not any more
             slot.ring = RingReader(directory / f"{slot.key}.ring", create=False)
         return slot

@@ -255,6 +255,8 @@ class Supervisor:
                 self.rank_socket.send([sender, *messages.encode({"op": "exit", "term": self.term})])
             return  # somebody who is not (or no longer) one of ours
         slot.last_sign = time.time()
+        if "letter" in message and not slot.received[message["letter"][0]].is_next(message):
+            return  # out of turn, or heard already
         if op == "beat":
             self._beat(slot, sender, message)
         elif op == "store":
@@ -349,14 +351,28 @@ class Supervisor:
         if message.get("term") != self.term:
             self.tell(slot, "adopt")  # also after its first contact: so it learns who is in charge
         slot.beat(now, message)
+        # Who has not heard of this supervisor yet speaks of the orders of the one before.
+        if (heard := message.get("heard")) is not None and message["term"] == self.term:
+            self._find_lost(slot, heard, message["told"], now)
         if now - slot.answered > 1.0:
             slot.answered = now
-            self.tell(slot, "beat_seen")
+            heard = {stream: received.heard for stream, received in slot.received.items()}
+            self.tell(slot, "beat_seen", heard=heard)
+
+    def _find_lost(self, slot: Slot, heard: int, told: dict[str, int], now: float) -> None:
+        """Connections break, and what was under way is lost: it is sent again, or asked for again."""
+        if heard < slot.sent.last:
+            for message in slot.sent.again(heard, now):
+                self.rank_socket.send([slot.agent, *messages.encode(message)])
+        for stream, last in told.items():
+            received = slot.received[stream]
+            if received.heard != last and received.lacks(last, now):
+                self.tell(slot, "again", stream=stream, after=received.heard)
 
     def tell(self, slot: Slot, op: str, **fields: Any) -> None:
         if slot.agent is not None:
-            message = messages.encode({"op": op, "term": self.term, **fields})
-            self.rank_socket.send([slot.agent, *message])
+            message = slot.sent.numbered({"op": op, "term": self.term, **fields}, time.monotonic())
+            self.rank_socket.send([slot.agent, *messages.encode(message)])
 
     def tell_rank(self, rank: int, op: str, **fields: Any) -> None:
         self.tell(self.ranks[rank], op, **fields)

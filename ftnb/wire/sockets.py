@@ -16,6 +16,7 @@ import zmq
 # ZeroMQ's I/O thread answers these even while Python holds the interpreter lock.
 HEARTBEAT_INTERVAL_MS = 500
 HEARTBEAT_TIMEOUT_MS = 5000
+RECONNECT_MS = 20, 200
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,8 @@ def peer_socket(context: zmq.Context, kind: int, connection: Connection, port: i
     sock.curve_serverkey = connection.server_key.encode()
     sock.curve_publickey = connection.peer_public_key.encode()
     sock.curve_secretkey = connection.peer_secret_key.encode()
+    # Soon, then less and less often: a supervisor that is back finds its ranks at once, one that is gone costs nothing.
+    sock.reconnect_ivl, sock.reconnect_ivl_max = RECONNECT_MS
     sock.connect(connection.url(port))
     return sock
 
