@@ -40,6 +40,17 @@ _TOLD_AGAIN = (
 _INWARD = (protocol.Emit, protocol.OpenGeneration, protocol.CloseGeneration, protocol.End)
 
 
+def _strategy(options: Mapping[str, Any]) -> dict[str, Any]:
+    """What the planner is told of a run's options."""
+    recovery, on_nan = options["recovery"], options.get("on_nan", "stop")
+    strategy: dict[str, Any] = {"refill": recovery in ("replace", "restart")}
+    if recovery == "restart":
+        strategy["restart"] = True
+    if on_nan != "stop":
+        strategy["on_nan"] = on_nan
+    return strategy
+
+
 class ActiveRun:
     """A run from its start to its end; afterwards it only answers questions.
 
@@ -664,14 +675,3 @@ class ActiveRun:
             except TimeoutError:
                 return done()
         return True
-
-
-def _strategy(options: Mapping[str, Any]) -> dict[str, Any]:
-    """What the planner is told of a run's options."""
-    recovery, on_nan = options["recovery"], options.get("on_nan", "stop")
-    strategy: dict[str, Any] = {"refill": recovery in ("replace", "restart")}
-    if recovery == "restart":
-        strategy["restart"] = True
-    if on_nan != "stop":
-        strategy["on_nan"] = on_nan
-    return strategy
