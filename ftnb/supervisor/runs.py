@@ -295,7 +295,7 @@ class ActiveRun:
             words = f"{' and '.join(sorted(where)) or 'the gradient'} was not finite on {names}"
         self.emit(
             "nan_detected", f"Step {step}: {words}. The update of this step is skipped.",
-            rank=sources[0] if len(sources) == 1 else None, step=step, sources=sources,
+            rank=sources[0] if len(sources) == 1 else None, step=step, ranks=sources, skipped=True,
         )
 
     def log(self, rank: int, when: float, text: str) -> None:

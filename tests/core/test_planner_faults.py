@@ -261,7 +261,7 @@ def test_the_odd_one_is_named_and_killed_and_all_others_go_back():
     assert kinds(actions) == ["divergence_detected", "rank_suspected", "rank_failed", "regroup_started"]
     detected = event("divergence_detected", actions)
     assert detected.reason == "After step 40, rank 1 differs from ranks 0 and 2." and detected.step == 40
-    assert detected.fields == {"digests": {"0": "a", "1": "b", "2": "a"}, "odd": [1]}
+    assert detected.fields == {"digests": {"0": "a", "1": "b", "2": "a"}, "ranks": [1]}
     assert event("rank_failed", actions).fields == {"failure": "bitflip"}
     assert only(Kill, actions).rank == 1 and only(SendRegroup, actions).ranks == (0, 2)
     state, actions = play(state, *answers(state, 40, anchor=30), RankFenced(1))
@@ -438,7 +438,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run_and_says_who_brought_it_in(
     assert detected.reason == (
         "The gradient of step 12 is not finite (NaN or infinite): rank 1 has brought it in (gradient of fc.weight)."
     )
-    assert detected.fields == {"sources": [1], "where": {"1": "gradient of fc.weight"}} and detected.step == 12
+    assert detected.fields == {"ranks": [1], "where": {"1": "gradient of fc.weight"}} and detected.step == 12
     end = only(End, actions)
     assert end.state == "stopped" and end.reason.startswith(detected.reason)
     assert "The update of step 12 was not made; the weights are those after step 11." in end.reason

@@ -153,7 +153,7 @@ def _judge_nan(
     }
     reason = checks.nan_words(step, told)
     fields = {
-        "sources": [rank for rank, (source, _) in told.items() if source],
+        "ranks": [rank for rank, (source, _) in told.items() if source],
         "where": {str(rank): where for rank, (source, where) in told.items() if source and where},
     }
     actions.append(Emit("nan_detected", reason, None, step, fields))
@@ -181,7 +181,7 @@ def _judge_divergence(
     digests = {int(rank): digest for rank, digest in failure.error["digests"].items()}
     odd = checks.odd_ones(digests)
     reason = checks.divergence_words(step, digests)
-    fields = {"digests": {str(rank): digest for rank, digest in sorted(digests.items())}, "odd": list(odd)}
+    fields = {"digests": {str(rank): digest for rank, digest in sorted(digests.items())}, "ranks": list(odd)}
     actions.append(Emit("divergence_detected", reason, None, step, fields))
     suspects = state.alive.intersection(odd) - state.newcomers
     if not state.alive - suspects - state.newcomers:
