@@ -43,8 +43,8 @@ PHI_MAX = 99.0
 class Heartbeats:
     """Heartbeats of one rank; the clock is passed in (seconds, any origin)."""
 
-    __slots__ = ("_delays", "_gap_s", "_interval_s", "_new", "_next_delay", "_number", "_offset", "_offset_now", "_offset_seen",
-                 "_ordered", "_reference", "_sent", "_unfair_until", "last")  # fmt: skip
+    __slots__ = ("_delays", "_gap_s", "_interval_s", "_new", "_next_delay", "_number", "_offset", "_offset_now",
+                 "_offset_seen", "_ordered", "_reference", "_sent", "_unfair_until", "last")  # fmt: skip
 
     def __init__(self, expected_interval_s: float) -> None:
         self._interval_s = expected_interval_s
@@ -59,7 +59,7 @@ class Heartbeats:
         self._offset = math.inf  # the smallest arrival minus sending of this block of heartbeats and the one before
         self._offset_now = math.inf
         self._offset_seen = 0
-        # The watcher's last pause: its end on the sender's clock (what was sent before may have waited for the watcher).
+        # The watcher's last pause: its end on the sender's clock (what was sent before may have waited for it)
         self._unfair_until, self._gap_s = -math.inf, 0.0
 
     def beat(self, now: float, number: int | None = None, sent: float | None = None) -> None:

@@ -135,13 +135,13 @@ def look(now: float, state: State, limits: Limits, signs: Iterable[Sign]) -> tup
     found: dict[tuple[Any, str], Lost | Stuck] = {}
     silent = [sign for sign in signs if sign.silent_s > SILENT_S and view.unanswered(sign)]
     if silent:
-        # The others wait for these, or cannot be told from those that do; what was said of them still holds.
+        # The others may wait for these, in a collective or in their own code; what was said of them still holds.
         for sign in silent:
             lost = view.lost(sign)
             if lost is not None:
                 found[sign.rank, "gil" if lost.failure == "gil" else "silent"] = lost
         unheard = {sign.rank for sign in silent}
-        told = frozenset(key for key in told if key[0] not in unheard or key in found)
+        told = frozenset(key for key in told if key[0] in unheard or key[1] not in ("silent", "gil"))
     else:
         found.update(view.mismatch(signs) or view.overdue(signs))
         told = frozenset(key for key in told if key in found)

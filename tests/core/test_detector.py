@@ -171,6 +171,14 @@ def test_clocks_that_drift_apart_do_not_matter():
         assert heartbeats.age_s(599.0) < 0.3
 
 
+def test_one_that_follows_a_lost_one_is_not_late():
+    heartbeats = Heartbeats(INTERVAL_S)
+    for number in range(1, 400):
+        if number % 3:
+            heartbeats.beat(number * INTERVAL_S, number, number * INTERVAL_S)
+    assert heartbeats.phi(398 * INTERVAL_S + 0.5) >= 8
+
+
 def test_a_message_that_was_overtaken_does_not_make_the_newest_older():
     heartbeats, last = punctual()
     heartbeats.beat(last + 0.3, 403, -500.0 + 402 * INTERVAL_S)
@@ -203,6 +211,15 @@ def test_silence_while_the_watcher_was_stopped_counts_for_nobody():
     heartbeats.excuse(5.0, last + 5.1)
     assert heartbeats.phi(last + 5.1) == 0.0
     assert heartbeats.phi(last + 5.1 + 0.5) >= 8  # a rank that does not come back is found as soon as any other
+
+
+def test_nor_where_they_are_read_in_another_order():
+    heartbeats, last = punctual()
+    now, sent = last + 5.0, -500.0 + 399 * INTERVAL_S
+    heartbeats.excuse(5.0, now)
+    for number in range(50, 0, -1):
+        heartbeats.beat(now, 400 + number, sent + number * INTERVAL_S)
+    assert heartbeats.phi(now + 0.5) >= 8
 
 
 def test_silence_from_before_the_pause_still_counts():

@@ -178,6 +178,36 @@ def test_told_once_and_again_only_after_a_sign_of_life():
     assert [lost.rank for _, lost in play.go(10.0)] == [2, 2]
 
 
+def test_a_link_that_comes_and_goes_is_no_sign_of_life():
+    play = Play(limits=Limits(hang_timeout_s=30.0))
+    play.fall_silent(2, link_after_s=0.5)
+    play.go(1.5)
+    for linked in (True, False) * 3:
+        play.ranks[2].linked, play.ranks[2].link_lost = linked, None if linked else play.now
+        play.go(0.5)
+    assert len(play.verdicts) == 1
+
+
+def test_one_that_comes_back_while_another_is_silent_is_told_again():
+    play = Play(limits=Limits(hang_timeout_s=100.0))
+    play.fall_silent(3)
+    play.fall_silent(2, link_after_s=0.5)
+    play.go(2.0)
+    play.come_back(2)
+    play.go(2.0)
+    play.fall_silent(2, link_after_s=0.5)
+    assert [lost.rank for _, lost in play.go(2.0)] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("linked", "phi", "lost"), [(False, 7.9, False), (False, 8.0, True), (None, 11.9, False), (None, 12.0, True), (True, 99.0, False)]
+)
+def test_how_much_suspicion_condemns(linked, phi, lost):
+    sign = Sign(2, phi, 1.5, linked, 0.0 if linked is None else 1.0, None, "forward", 41, 1.6, False)
+    _, found = watch.look(0.1, watch.new(0.0), LIMITS, [sign])
+    assert [verdict.failure for verdict in found] == ["partition"] * lost
+
+
 def test_a_held_interpreter_lock_is_found_at_the_limit_and_not_before():
     play = Play()
     play.put(2, "forward")
@@ -245,6 +275,38 @@ def test_after_progress_it_is_told_again():
     for rank in (0, 1, 3):
         play.put(rank, "collective", 60)
     assert [verdict.ranks for _, verdict in play.go(4.0)] == [(2,), (2,)]
+
+
+def test_only_what_its_heartbeat_has_said_counts():
+    """It may have moved on since."""
+
+    def stalled(silent_s):
+        others = [Sign(rank, 0.0, 0.05, True, 0.0, False, "collective", 41, 2.3, False) for rank in (0, 1, 3)]
+        sign = Sign(2, 0.0, silent_s, True, 0.0, False, "forward", 41, 2.3, False)
+        return watch.look(0.1, watch.new(0.0), LIMITS, [*others, sign])[1]
+
+    assert stalled(0.4) == []
+    assert [verdict.ranks for verdict in stalled(0.2)] == [(2,)]
+
+
+def test_while_one_does_not_answer_no_other_is_judged():
+    """What looks stuck in its own code may wait for it there, in a collective of the user's own."""
+    play = Play(limits=Limits(hang_timeout_s=30.0))
+    play.put(1, "forward")
+    play.put(2, "forward")
+    play.go(29.0)
+    play.fall_silent(2)
+    assert play.go(20.0) == []
+
+
+def test_what_was_told_is_not_told_again_after_another_was_silent_for_a_while():
+    play = Play()
+    play.put(2, "forward")
+    play.go(3.0)
+    play.fall_silent(3)
+    play.go(1.0)
+    play.come_back(3)
+    assert [verdict.ranks for _, verdict in play.go(5.0)] == [(2,)]
 
 
 def test_several_that_are_stuck_are_all_blamed():
@@ -422,6 +484,7 @@ def test_a_rank_that_skipped_a_collective_is_found_at_once():
         ([("collective", 41), ("finished", 41), ("collective", 41)], (1,)),
         ([("collective", 41), ("forward", 41), ("collective", 42), ("collective", 41)], (2,)),
         ([("collective", 41), ("collective", 41), ("collective", 41), ("fetch", 44), ("update", 39)], (3, 4)),
+        ([("collective", 41), ("update", 41), ("collective", 41), ("collective", 42)], (3,)),
     ],
 )
 def test_the_smaller_group_is_blamed(places, blamed):
@@ -443,7 +506,7 @@ def test_the_smaller_group_is_blamed(places, blamed):
         [("collective", 42), ("evaluate", 41), ("collective", 41), ("forward", 42)],
         [("collective", 41), ("forward", 42), ("forward", 42), ("forward", 42)],  # late out, and nobody waits yet
         [("collective", 42), ("wait", None), ("form", None), ("collective", 42)],  # a generation begins
-        [("collective", 42), ("share", 41), ("collective", 42), ("collective", 42)],
+        [("collective", 42), ("share", 39), ("collective", 42), ("collective", 42)],
         [("held", 41), ("collective", 42), ("held", 41), ("held", 41)],
     ],
 )
