@@ -207,9 +207,25 @@ def test_a_condemned_rank_that_lives_is_not_taken_for_the_one_that_was_to_take_i
     state, actions = play(before, Adopted(there))
     assert only(Kill, actions).rank == 1 and only(SendRegroup, actions).ranks == (0, 2)
     assert state.vacant == {1} and not state.newcomers
+    there[1] = Standing(0, "waiting", 0)
+    assert only(Kill, play(before, Adopted(there))[1]).rank == 1, "it had not even begun"
     there[1] = Standing(0, "waiting", -1)
     state, actions = play(before, Adopted(there))
     assert only(SendRegroup, actions).ranks == (0, 1, 2), "the right one has taken it"
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_nor_is_one_that_was_stopped_while_the_new_supervisor_asked(restart):
+    before, _ = play(in_training(refill=True, restart=restart, committed=4), SpareReady(), condemned(1))
+    there = {0: Standing(1, "waiting", 4), 2: Standing(1, "waiting", 4)}
+    state, actions = play(before, Adopted(there), RankFenced(1), RankReady(0, 3, 4, anchor=0), RankReady(1, 3, 4, anchor=0))
+    assert only(Kill, actions).rank == 1 and state.vacant == {1} and state.alive == {0, 2}
+    state, actions = play(state, RankFenced(1))
+    assert actions == [], "it was told as fenced before"
+    state, actions = play(state, RankReady(2, 3, 4, anchor=0))
+    assert bool(actions) != restart, "the others go on, or wait"
+    state, actions = play(before, Adopted(there), SpareReady(), RankReady(1, 3, 4, anchor=0))
+    assert only(TakeSpare, actions).rank == 1 and only(SendRegroup, actions).ranks == (0, 1, 2)
 
 
 def test_ranks_that_hang_in_a_world():
