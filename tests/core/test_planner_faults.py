@@ -376,6 +376,26 @@ def test_a_first_step_proves_that_all_have_gone_back():
     assert only(SendGo, actions).restore is None and only(SendGo, actions).first_step == 32
 
 
+def test_a_verdict_proves_it_as_well_and_a_loss_since_is_not_forgotten():
+    state, _ = play(in_training(restart=True, committed=40), SpareReady(), died(1), RankFenced(1))
+    state, _ = play(state, *answers(state, 40, anchor=30, newcomers=(1,)))
+    assert state.going_back.sent == 2
+    state, _ = play(state, died(2), RankFenced(2), StepFailed(0, 2, differs(40, {0: "a", 1: "b", 2: "a"})))
+    state, actions = play(state, *answers(state, 40, anchor=30))
+    assert kinds(actions) == ["divergence_detected"] and state.awaited == {2}
+    state, _ = play(state, SpareReady())
+    state, actions = play(state, *answers(state, 40, anchor=30, newcomers=(2,)))
+    assert only(CloseGeneration, actions).last_committed == 40 and only(SendGo, actions).restore == 30
+
+
+def test_a_copy_proves_that_its_step_was_committed():
+    """Where nobody else tells: the supervisor that knew is gone, and the rank was about to go back."""
+    state = in_training((0, 1), committed=20)
+    state, _ = play(state, StepFailed(0, 1, differs(20, {0: "a", 1: "b"})), died(1), RankFenced(1))
+    _, actions = play(state, RankReady(0, 2, -1, failure=differs(20, {0: "a", 1: "b"}), anchor=30))
+    assert only(CloseGeneration, actions).last_committed == 30 and only(OpenGeneration, actions).first_step == 31
+
+
 def test_a_new_supervisor_does_not_take_steps_of_before_for_steps_since():
     state, _ = diverged(digests={0: "a", 1: "b"})
     state, _ = play(state, *answers(state, 40, anchor=30))
