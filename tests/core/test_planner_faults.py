@@ -207,9 +207,25 @@ def test_a_condemned_rank_that_lives_is_not_taken_for_the_one_that_was_to_take_i
     state, actions = play(before, Adopted(there))
     assert only(Kill, actions).rank == 1 and only(SendRegroup, actions).ranks == (0, 2)
     assert state.vacant == {1} and not state.newcomers
+    there[1] = Standing(0, "waiting", 0)
+    assert only(Kill, play(before, Adopted(there))[1]).rank == 1, "it had not even begun"
     there[1] = Standing(0, "waiting", -1)
     state, actions = play(before, Adopted(there))
     assert only(SendRegroup, actions).ranks == (0, 1, 2), "the right one has taken it"
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_nor_is_one_that_was_stopped_while_the_new_supervisor_asked(restart):
+    before, _ = play(in_training(refill=True, restart=restart, committed=4), SpareReady(), condemned(1))
+    there = {0: Standing(1, "waiting", 4), 2: Standing(1, "waiting", 4)}
+    state, actions = play(before, Adopted(there), RankFenced(1), RankReady(0, 3, 4, anchor=0), RankReady(1, 3, 4, anchor=0))
+    assert only(Kill, actions).rank == 1 and state.vacant == {1} and state.alive == {0, 2}
+    state, actions = play(state, RankFenced(1))
+    assert actions == [], "it was told as fenced before"
+    state, actions = play(state, RankReady(2, 3, 4, anchor=0))
+    assert bool(actions) != restart, "the others go on, or wait"
+    state, actions = play(before, Adopted(there), SpareReady(), RankReady(1, 3, 4, anchor=0))
+    assert only(TakeSpare, actions).rank == 1 and only(SendRegroup, actions).ranks == (0, 1, 2)
 
 
 def test_ranks_that_hang_in_a_world():
@@ -358,6 +374,26 @@ def test_a_first_step_proves_that_all_have_gone_back():
     state, _ = play(state, RankFormed(0, 2, 51.0, 51.0), StepCommitted(0, 2, 31, 52.0), died(1), RankFenced(1))
     _, actions = play(state, RankReady(0, 3, 31, in_flight=32, anchor=30))
     assert only(SendGo, actions).restore is None and only(SendGo, actions).first_step == 32
+
+
+def test_a_verdict_proves_it_as_well_and_a_loss_since_is_not_forgotten():
+    state, _ = play(in_training(restart=True, committed=40), SpareReady(), died(1), RankFenced(1))
+    state, _ = play(state, *answers(state, 40, anchor=30, newcomers=(1,)))
+    assert state.going_back.sent == 2
+    state, _ = play(state, died(2), RankFenced(2), StepFailed(0, 2, differs(40, {0: "a", 1: "b", 2: "a"})))
+    state, actions = play(state, *answers(state, 40, anchor=30))
+    assert kinds(actions) == ["divergence_detected"] and state.awaited == {2}
+    state, _ = play(state, SpareReady())
+    state, actions = play(state, *answers(state, 40, anchor=30, newcomers=(2,)))
+    assert only(CloseGeneration, actions).last_committed == 40 and only(SendGo, actions).restore == 30
+
+
+def test_a_copy_proves_that_its_step_was_committed():
+    """Where nobody else tells: the supervisor that knew is gone, and the rank was about to go back."""
+    state = in_training((0, 1), committed=20)
+    state, _ = play(state, StepFailed(0, 1, differs(20, {0: "a", 1: "b"})), died(1), RankFenced(1))
+    _, actions = play(state, RankReady(0, 2, -1, failure=differs(20, {0: "a", 1: "b"}), anchor=30))
+    assert only(CloseGeneration, actions).last_committed == 30 and only(OpenGeneration, actions).first_step == 31
 
 
 def test_a_new_supervisor_does_not_take_steps_of_before_for_steps_since():

@@ -21,7 +21,6 @@ from ftnb.core.planning.basics import (
     restart_words,
     stands,
     vacate,
-    went_back,
 )
 from ftnb.core.planning.state import (
     MAX_FRUITLESS_REGROUPS,
@@ -46,7 +45,7 @@ def step_failed(now: float, state: State, event: StepFailed) -> tuple[State, lis
             return state, []
         # Kept until the next Go: the rank tells it only once, and a death may call for one generation more.
         if found:
-            state = replace(went_back(state), verdicts={**state.verdicts, event.rank: failure})
+            state = replace(state, verdicts={**state.verdicts, event.rank: failure})
         else:
             state = replace(state, raised={**state.raised, event.rank: failure})
         if state.phase == "regrouping":

@@ -9,6 +9,7 @@ from ftnb.core.planning.basics import (
     close_incident,
     end,
     fill,
+    lose,
     recovered,
     regroup,
     stands,
@@ -44,8 +45,27 @@ def rank_ready(now: float, state: State, event: RankReady) -> tuple[State, list[
         return state, []
     if event.rank not in state.alive | state.left_out or event.rank in state.ready:
         return state, []
+    is_former = event.committed >= 0 and state.trained < state.entered.get(event.rank, 0)
+    if is_former and (state.restart or state.alive > {event.rank}):
+        return _former_rank(now, state, event.rank)
     state = replace(state, ready={**state.ready, event.rank: event})
     return maybe_go(now, state)
+
+
+def _former_rank(now: float, state: State, rank: int) -> tuple[State, list[Action]]:
+    """Whoever enters holds no state before its first Go: this is the one that was to be replaced. It had been stopped
+    when a new supervisor asked where all stand, and the one before had died before it could kill it."""
+    state, filled = fill(vacate(lose(state, {rank}, silently=True), {rank}, refill=True))
+    actions = [Kill(rank, "its slot is to be filled anew"), *filled]
+    if state.waits:
+        state, more = complete(now, state)
+    elif filled:
+        reason = f"Generation {state.generation + 1}: a spare takes the place of {words.ranks({rank})}."
+        actions.append(Emit("regroup_started", reason, rank))
+        state, more = regroup(state)
+    else:
+        state, more = maybe_go(now, state)
+    return state, actions + more
 
 
 def maybe_go(now: float, state: State) -> tuple[State, list[Action]]:

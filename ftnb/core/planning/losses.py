@@ -19,7 +19,7 @@ from ftnb.core.planning.basics import (
     vacate,
 )
 from ftnb.core.planning.failures import same_step_again
-from ftnb.core.planning.generations import complete, maybe_go
+from ftnb.core.planning.generations import maybe_go
 from ftnb.core.planning.holds import stop_instead_of_restart
 from ftnb.core.planning.state import State
 from ftnb.core.protocol import Action, Emit, Kill, NobodyComes, RankCondemned, RankDied, RankFenced
@@ -69,8 +69,7 @@ def _lost(now: float, state: State, loss: _Loss) -> tuple[State, list[Action]]:
         reason = f"The process that was to take the place of rank {rank} {loss.what}."
         # Also where lost ranks are not replaced: this slot was to be filled, and still is.
         state, filled = fill(vacate(state, {rank}, refill=True))
-        state, more = complete(now, state)
-        return state, [Emit("spare_lost", reason, rank), *kill, *filled, *more]
+        return state, [Emit("spare_lost", reason, rank), *kill, *filled]
     if was_left_out:
         state, filled = fill(vacate(state, {rank}, state.refill))
         return state, [*kill, *filled]  # already known as failed, and no member of the group

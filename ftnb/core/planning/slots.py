@@ -19,6 +19,7 @@ from ftnb.core.protocol import (
     SendRelease,
     SpareLost,
     SpareReady,
+    Standing,
 )
 
 
@@ -61,14 +62,15 @@ def adopted(now: float, state: State, event: Adopted) -> tuple[State, list[Actio
     state = replace(state, spares=0)  # those that are there are told anew
     # Nobody has taken the slot: the supervisor before died first. (Or who was left out of it still lives.)
     missing = {
-        rank for rank in state.joiners if rank not in event.standing or event.standing[rank].generation > 0
+        rank for rank in state.joiners
+        if rank not in event.standing or _was_there_before(event.standing[rank], state.generation + 1)
     }  # fmt: skip
-    # The same where the slot's new process was to enter at once: who stands there has been in an earlier generation.
+    # The same where the slot's new process was to enter at once: who stands there is the one that had to go.
     former = frozenset(
         rank for rank, first in state.entered.items()
-        if rank in event.standing and 0 < event.standing[rank].generation < first
+        if rank in event.standing and _was_there_before(event.standing[rank], first)
     )  # fmt: skip
-    if former < state.alive:  # else only these would be left
+    if state.restart or former < state.alive:  # else only these would be left
         missing |= former
         state = replace(state, alive=state.alive - former, newcomers=state.newcomers - former)
     state = vacate(replace(state, joiners=state.joiners - missing), missing, refill=True)
@@ -100,3 +102,8 @@ def adopted(now: float, state: State, event: Adopted) -> tuple[State, list[Actio
     reason = f"Generation {state.generation + 1}: all ranks connect again, under the new supervisor."
     state, more = regroup(state)
     return state, [*actions, Emit("regroup_started", reason), *more]
+
+
+def _was_there_before(standing: Standing, generation: int) -> bool:
+    """Whether it has been in a generation before this one, or was to be: who joins later begins without a state."""
+    return standing.generation < generation and (standing.generation > 0 or standing.committed >= 0)
