@@ -16,8 +16,11 @@ import psutil
 import pytest
 import zmq
 from desk import CELL, Desk, end, stopped, wait_until
+from peers import run_ranks
 
-from ftnb.wire import proc, reaper, records
+from ftnb.rank import agent, cut
+from ftnb.rank.orders import Superseded
+from ftnb.wire import proc, reaper, records, sockets
 
 HEARTBEAT_MS = (100, 400)  # as a supervisor watches its ranks
 # Waits in its third step until the file is there, and says that it is somewhere else.
@@ -203,8 +206,32 @@ def test_who_is_cut_off_ends_itself_but_not_the_cluster_of_a_supervisor_that_is_
     desk.inject(0, "partition")
     assert end(desk.ranks[0]) == 3
     assert bystander.poll() is None
-    # It has connected again in the meantime, and the answers that came in before that was cut were no words.
+    # It has connected again in the meantime; see the next test.
     assert list(desk.links).count(zmq.EVENT_HANDSHAKE_SUCCEEDED) > 2
+
+
+def hear_in_a_cut(rank: int, directory: Path) -> None:
+    os.environ["FTNB_CONNECTION"] = str(directory / "connection.json")
+    connection = sockets.Connection.load(directory / "connection.json")
+    one = agent.Agent(connection, rank, 60.0)
+    word = {"op": "beat_seen", "term": 1}
+    with zmq.Context() as context, context.socket(zmq.PAIR) as sock:
+        one._hear(sock, word)
+        before = one._last_word
+        cut.of_this_process.start()
+        one._hear(sock, {"op": "regroup", "generation": 7, "term": 1})
+        one._hear(sock, {"op": "regroup", "generation": 8, "term": 1})
+        assert one._last_word == before
+        one.orders.check(6)  # not obeyed
+        cut.of_this_process.heal()
+        one._hear(sock, word)
+        assert one._last_word > before
+        with pytest.raises(Superseded):
+            one.orders.check(7)
+
+
+def test_what_comes_in_before_a_new_connection_is_cut_counts_after_the_healing_only(desk):
+    run_ranks(hear_in_a_cut, 1, desk.directory)
 
 
 def test_when_the_supervisor_is_gone_as_well_it_ends_the_whole_cluster(desk, bystander):
@@ -226,10 +253,10 @@ def test_a_rank_without_a_word_ends_even_if_python_cannot_run(desk, sign_of_life
 
 
 def test_python_may_be_silent_for_as_long_as_a_supervisor_puts_up_with_it(desk):
-    desk.start(0, linger_s=0.2, ALONE_EXTRA_S=0.2, DEAD_MAN_EXTRA_S=0.2)
+    desk.start(0, linger_s=1.0, ALONE_EXTRA_S=1.0, DEAD_MAN_EXTRA_S=0.2)
     desk.train(0, hang_timeout_s=30.0)
     until = time.monotonic() + 1.5
     wait_until(lambda: time.monotonic() > until, "a word")
-    desk.inject(0, "gil", duration_s=2.0)
+    desk.inject(0, "gil", duration_s=4.0)
     before = desk.steps(0)
     wait_until(lambda: desk.steps(0) > before + 20, "it goes on")
