@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ftnb.errors import UsageError
+from ftnb.wire import cgroups
 
 GB = 1e9
 BYTES_PER_RANK = int(0.3 * GB)  # one idle rank with torch imported, its nanny included (measured)
 SHARE_OF_FREE_MEMORY = 0.6  # the rest is for the model, the data and the notebook
 DEFAULT_NUM_RANKS = 4
-_UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as a number close to 2**63
 
 
 @dataclass(frozen=True)
@@ -31,19 +31,13 @@ class Container:
 
 def look(root: Path = Path("/")) -> Container:
     """Memory and cores of the container this process runs in (`root` is replaced in tests)."""
-    host_total, free = _host_memory(root)
-    limit = host_total
+    limit, free = cgroups.memory(root)
     cores = _allowed_cores()
-    for level in _cgroup_levels(root, "memory"):
-        level_limit, level_used = _memory_of(level)
-        if level_limit is not None:
-            limit = min(limit, level_limit)
-            free = min(free, max(0, level_limit - level_used))
-    for level in _cgroup_levels(root, "cpu"):
+    for level in cgroups.levels(root, "cpu"):
         quota = _core_quota(level)
         if quota is not None:
             cores = min(cores, max(1, int(quota)))
-    return Container(cores=cores, memory_bytes=limit, free_bytes=min(free, limit))
+    return Container(cores=cores, memory_bytes=limit, free_bytes=free)
 
 
 def default_num_ranks(container: Container, num_spares: int = 0) -> int:
@@ -105,75 +99,9 @@ def _allowed_cores() -> int:
     return os.cpu_count() or 1
 
 
-def _host_memory(root: Path) -> tuple[int, int]:
-    """Total and available bytes of the machine."""
-    fields = {}
-    for line in _read(root / "proc/meminfo").splitlines():
-        key, _, value = line.partition(":")
-        number = value.split()
-        if number:
-            fields[key] = int(number[0]) * 1024
-    if "MemTotal" in fields:
-        total = fields["MemTotal"]
-        return total, fields.get("MemAvailable", fields.get("MemFree", total))
-    # No /proc (macOS): the total is known, what is free is not.
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return total, total
-
-
-def _cgroup_levels(root: Path, controller: str) -> list[Path]:
-    """Folders that can limit this process, from its own cgroup up to the mount's top.
-
-    Inside a container the path in /proc/self/cgroup is often the host's and does not exist here; then the
-    top of the mount *is* the container's own cgroup, so non-existing folders are simply passed over.
-    """
-    found = []
-    for line in _read(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            mounts = [root / "sys/fs/cgroup", root / "sys/fs/cgroup/unified"]
-        elif controller in controllers.split(","):
-            mounts = [root / "sys/fs/cgroup" / name for name in (controllers, controller)]
-        else:
-            continue
-        parts = [part for part in path.split("/") if part not in ("", "..")]
-        for mount in mounts:
-            for depth in range(len(parts), -1, -1):
-                folder = mount.joinpath(*parts[:depth])
-                if folder.is_dir() and folder not in found:
-                    found.append(folder)
-    return found
-
-
-def _memory_of(folder: Path) -> tuple[int | None, int]:
-    """Limit (None: no limit) and bytes in use that cannot simply be dropped (file cache can)."""
-    limit = _number(folder / "memory.max") or _number(folder / "memory.limit_in_bytes")
-    if limit is None or limit >= _UNLIMITED:
-        return None, 0
-    used = _number(folder / "memory.current") or _number(folder / "memory.usage_in_bytes") or 0
-    cache = {}
-    for line in _read(folder / "memory.stat").splitlines():
-        key, _, value = line.partition(" ")
-        if value.strip().isdigit():
-            cache[key] = int(value)
-    return limit, max(0, used - cache.get("total_inactive_file", cache.get("inactive_file", 0)))
-
-
 def _core_quota(folder: Path) -> float | None:
-    parts = _read(folder / "cpu.max").split()
+    parts = cgroups.text_in(folder / "cpu.max").split()
     if len(parts) == 2 and parts[0].isdigit():
         return int(parts[0]) / int(parts[1])
-    quota, period = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
+    quota, period = cgroups.number_in(folder / "cpu.cfs_quota_us"), cgroups.number_in(folder / "cpu.cfs_period_us")
     return quota / period if quota and period and quota > 0 else None
-
-
-def _number(path: Path) -> int | None:
-    text = _read(path).strip()
-    return int(text) if text.lstrip("-").isdigit() else None
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except (OSError, UnicodeDecodeError):  # missing, or not readable from in here: no limit known
-        return ""

@@ -15,6 +15,8 @@ from typing import Any
 
 import zmq
 
+from ftnb.rank import cut, faults, stacks
+from ftnb.rank.deadman import DeadManTimer
 from ftnb.rank.orders import Fault, Orders
 from ftnb.wire import messages, proc, reaper, sockets
 
@@ -25,6 +27,12 @@ SILENT_S = 1.5
 ALONE_EXTRA_S = 20.0
 # A supervisor that was killed has perhaps told the guardian that it lives after it had told this rank.
 BEAT_AFTER_WORD_S = 5.0
+# Where Python cannot run, `_end_alone` cannot either: then the kernel ends this process, later than that.
+DEAD_MAN_EXTRA_S = 10.0
+# As long as a supervisor lets Python be silent while a cell runs or a generation begins (see the design, "detection").
+FIRST_STEP_S = 300.0
+# A supervisor answers within moments that it has recorded an injected fault, or the fault is forgotten.
+RECORDED_WITHIN_S = 5.0
 
 
 class Agent:
@@ -46,13 +54,21 @@ class Agent:
         os.set_blocking(self._wake_write, False)
         self._last_word = time.monotonic()
         self._term = 0
+        self._beats = 0
+        self._memory = _own_memory_file()
+        self._dead_man = DeadManTimer()
+        self._dead_man_set = -1.0
+        self._leaked: list[dict[str, Any]] = []  # messages that came in although this rank is cut off
+        self._due: tuple[Fault, float] | None = None  # a partition that is about to start, and until when it may
+        self._training_thread: threading.Thread | None = None
         self.phase = "starting"
 
     def start(self) -> None:
         from ftnb.rank.worker import work  # torch is imported there, in the training thread
 
+        self._training_thread = threading.Thread(target=work, args=(self,), name="ftnb-training", daemon=True)
         threading.Thread(target=self._serve, name="ftnb-agent", daemon=True).start()
-        threading.Thread(target=work, args=(self,), name="ftnb-training", daemon=True).start()
+        self._training_thread.start()
 
     def new_link(self) -> Any:
         """A line of its own for the thread that calls."""
@@ -90,6 +106,7 @@ class Agent:
         poller.register(sock, zmq.POLLIN)
         poller.register(self._wake_read, zmq.POLLIN)
         next_beat = looked = time.monotonic()
+        self._set_dead_man()
         while True:
             ready = dict(poller.poll(max(0.0, next_beat - time.monotonic()) * 1000))
             if self._wake_read in ready:
@@ -97,12 +114,8 @@ class Agent:
             while self._outbox:
                 sock.send_multipart(messages.encode(self._outbox.popleft()))
             while sock.poll(0):
-                self._last_word = time.monotonic()
                 try:
-                    message = messages.decode(sock.recv_multipart())
-                    if message.get("term", 0) >= self._term:  # else from a supervisor that has been replaced
-                        self._term = message.get("term", 0)
-                        self._obey(sock, message)
+                    self._hear(sock, messages.decode(sock.recv_multipart()))
                 except Exception:  # a command that fails must not silence the heartbeats
                     self._send(sock, "agent_error", traceback=traceback.format_exc())
             now = time.monotonic()
@@ -114,6 +127,29 @@ class Agent:
             if now - self._last_word > SILENT_S and now - looked > SILENT_S:
                 looked = now
                 self._follow(sock)
+
+    def _hear(self, sock: zmq.Socket, message: dict[str, Any]) -> None:
+        if cut.of_this_process.is_on:
+            # ZeroMQ has connected again, and got something in before the new connection was cut: it shall count as
+            # little as if it had come after the healing, least of all as a word from the supervisor.
+            self._leaked.append(message)
+            return
+        self._last_word = time.monotonic()
+        if self._last_word - self._dead_man_set > 1.0:
+            self._set_dead_man()
+        heard, self._leaked = [*self._leaked, message], []
+        for order in heard:
+            if order.get("term", 0) >= self._term:  # else from a supervisor that has been replaced
+                self._term = order.get("term", 0)
+                self._obey(sock, order)
+
+    def _set_dead_man(self) -> None:
+        """Time for `_end_alone` first, and for what a supervisor that is there would put up with."""
+        self._dead_man_set = time.monotonic()
+        patience_s = FIRST_STEP_S
+        if (training := self.training) is not None and training.stage == "training":
+            patience_s = training.options.get("hang_timeout_s") or 0.0
+        self._dead_man.set(max(self._linger_s + ALONE_EXTRA_S, patience_s) + DEAD_MAN_EXTRA_S)
 
     def _end_alone(self) -> None:
         """No word for too long: nobody could stop this process any more.
@@ -142,9 +178,29 @@ class Agent:
         sock.send_multipart(messages.encode({"op": op, "rank": self.rank, **fields}))
 
     def _beat(self, sock: zmq.Socket) -> None:
+        self._beats += 1
+        now = time.monotonic()
+        place, place_step, since = self._place() or (None, None, now)
+        self._send(
+            sock, "beat", phase=self.phase, step=self._step(), term=self._term, n=self._beats, at=now, place=place,
+            place_step=place_step, place_s=round(now - since, 3), rss_mb=self._rss_mb(),
+        )
+
+    def _step(self) -> int | None:
+        """The step in flight, else the last one; None for who takes no part in a training."""
         training = self.training
-        step = (training.in_flight or max(training.committed, 0)) if training and training.rank is not None else None
-        self._send(sock, "beat", phase=self.phase, step=step, term=self._term)
+        if training is None or training.rank is None:
+            return None
+        return training.in_flight or max(training.committed, 0)
+
+    def _place(self) -> tuple[str, int | None, float] | None:
+        """What the training thread does, in which step, and since when (`time.monotonic`)."""
+        return getattr(self.training, "place", None)
+
+    def _rss_mb(self) -> float:
+        if self._memory is None:
+            return 0.0
+        return round(int(os.pread(self._memory, 128, 0).split()[1]) * _PAGE_BYTES / 1e6, 1)
 
     def _standing(self) -> dict[str, Any]:
         """Where this rank stands, for a supervisor that has just taken over."""
@@ -184,15 +240,41 @@ class Agent:
         elif op == "give_names":
             self._send(sock, "names", names=self.names or b"")
         elif op == "fault":
-            fault = Fault(message["fault_id"], message["kind"], message["at_step"])
-            accepted = self.orders.add_fault(fault)
-            self._send(sock, "fault_answer", fault_id=fault.fault_id, accepted=accepted)
+            self._plan_fault(sock, message)
         elif op == "fault_go":
-            self.orders.allow_fault(message["fault_id"])
+            self._allow_fault(message["fault_id"])
+        elif op == "stacks":
+            self._send(sock, "stacks", id=message["id"], **self._stands())
         elif op == "weights":
             self._weights(sock)
         elif op == "exit":
             os._exit(0)
+
+    def _plan_fault(self, sock: zmq.Socket, message: dict[str, Any]) -> None:
+        fault = Fault(
+            message["fault_id"], message["kind"], message["at_step"], message.get("duration_s"), message.get("factor"),
+            message.get("seed", 0),
+        )
+        at_once = fault.kind == "partition" and fault.at_step is None  # the training thread may be anywhere
+        accepted = at_once or self.orders.add_fault(fault)
+        self._send(sock, "fault_answer", fault_id=fault.fault_id, accepted=accepted)
+        if at_once:
+            self._due = fault, time.monotonic() + RECORDED_WITHIN_S
+            self._send(sock, "fault_due", fault_id=fault.fault_id, step=self._step())
+
+    def _allow_fault(self, fault_id: int) -> None:
+        if self._due is not None and self._due[0].fault_id == fault_id:
+            (fault, until), self._due = self._due, None
+            if time.monotonic() < until:
+                faults.strike(fault, self.rank, self._step() or 0)
+        else:
+            self.orders.allow_fault(fault_id)
+
+    def _stands(self) -> dict[str, Any]:
+        """Where the training thread stands at this moment."""
+        place, step, _ = self._place() or (None, self._step(), 0.0)
+        thread = self._training_thread
+        return {"place": place, "step": step, "stack": stacks.stack_of(thread.ident if thread else None)}
 
     def _take_slot(self, rank: int) -> None:
         self.rank = rank
@@ -211,3 +293,14 @@ class Agent:
             self._send(sock, "weights", **self.last_training.take_weights())
         else:
             self._send(sock, "weights", step=None)
+
+
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+def _own_memory_file() -> int | None:
+    """Kept open: it is read ten times a second."""
+    try:
+        return os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:  # no /proc
+        return None

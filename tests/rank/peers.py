@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -215,18 +216,23 @@ def same(a: Any, b: Any) -> bool:
     return a == b and type(a) is type(b)
 
 
+def new_process(target: Callable[..., None], *args: Any) -> ForkServerProcess:
+    """A process that has torch imported; it is to be started, and to be ended, by the caller."""
+    # IPython, where other tests have started it, puts a module of its own in the place of __main__, without this.
+    sys.modules["__main__"].__dict__.setdefault("__spec__", None)
+    return _context.Process(target=target, args=args)
+
+
 def run_ranks(work: Callable[..., Any], num_ranks: int, *args: Any) -> list[Any]:
     """What `work(rank, *args)` returns in a process for each rank; -signal for a rank that was killed by one.
 
     An assertion or any other error in a rank is raised here. No process outlives this call.
     """
-    # IPython, where other tests have started it, puts a module of its own in the place of __main__, without this.
-    sys.modules["__main__"].__dict__.setdefault("__spec__", None)
     processes, ends = [], []
     try:
         for rank in range(num_ranks):
             here, there = _context.Pipe(duplex=False)
-            process = _context.Process(target=_main, args=(there, work, rank, args))
+            process = new_process(_main, there, work, rank, args)
             process.start()
             there.close()
             processes.append(process)
