@@ -350,11 +350,11 @@ class Fleet:
         ready = [s for s in self.pool if s.loaded == run_name and s.agent is not None]
         slot = min(ready, key=lambda s: (_is_stopped(s), s.intended != rank, s.intended is not None))
         self._put(slot, rank)
-        if _is_stopped(slot):  # found before the watcher has found it; as a member it would keep all waiting
-            slot.problem = "It has been stopped (SIGSTOP) while it was a spare."
-            self.kill_slot(slot)
         # Which step it enters with is known when it does.
         slot.state, slot.joined_step, slot.joined_run = "joining", NOT_ENTERED, run_name
+        if _is_stopped(slot):  # not found by the watcher yet; as a member it would keep all others waiting
+            slot.problem, slot.state = "it had been stopped (SIGSTOP) while it was a spare", "failed"
+            self.kill_slot(slot)
         self._supervisor.office.save_cluster()
 
     def release(self, ranks: tuple[int, ...]) -> None:
@@ -519,13 +519,12 @@ class Fleet:
 
     def condemn(self, slot: Slot, reason: str) -> None:
         """It does not answer while it has nothing to do (or is not in the run that goes on): it is ended."""
-        if slot.rank is not None:
-            who = f"Rank {slot.rank}"
-        else:
-            who = "A spare" if slot.intended is None else f"The replacement of rank {slot.intended}"
-        self.note(f"{who} {reason}. It is ended.")
-        slot.problem, slot.state = f"It {reason}.", "failed"
+        was, slot.problem, slot.state = slot.state, f"It {reason}.", "failed"
         self.kill_slot(slot)
+        if slot in self.pool:
+            self._pool_lost(slot, was, f"it {reason}")
+        else:
+            self.note(f"Rank {slot.rank} {reason}. It is ended.")
 
     def kill_slot(self, slot: Slot, signum: int = signal.SIGKILL) -> None:
         if slot.process is not None:

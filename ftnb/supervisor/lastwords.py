@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Iterable, Sequence
 
 from ftnb.wire import memory, proc
 
+# What ipyparallel's engine and its nanny write whenever they start and end.
+_CHATTER = re.compile(r"\d{4}-\d\d-\d\d [\d:.,]+ \[(IPEngine|KernelNanny)")
 LINES_KEPT, CHARS_KEPT = 5, 300
 # A rank whose memory has grown by so much within its last seconds has probably been killed for it.
 GROWTH_WINDOW_S, GROWTH_FACTOR, GROWTH_MB = 10.0, 1.5, 100.0
@@ -63,5 +66,6 @@ def describe(
 def last_lines(text: str, but_not: Iterable[str] = ()) -> list[str]:
     """The last lines that are not empty, each cut to a readable length."""
     known = set(but_not)
-    lines = [line.rstrip() for line in text.splitlines() if line.strip() and line.rstrip() not in known]
+    lines = [line.rstrip() for line in text.splitlines() if line.strip() and not _CHATTER.match(line)]
+    lines = [line for line in lines if line not in known]
     return [line[:CHARS_KEPT] for line in lines[-LINES_KEPT:]]

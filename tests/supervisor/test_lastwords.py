@@ -67,6 +67,7 @@ def test_last_lines() -> None:
     text = "\n".join(["", "one", "", *map(str, range(7)), "x" * 1000, "  "])
     lines = lastwords.last_lines(text)
     assert lines == ["3", "4", "5", "6", "x" * lastwords.CHARS_KEPT]
+    assert lastwords.last_lines("a\n2026-12-01 15:39:00.511 [IPEngine.1.1] Completed registration with id 1\nb") == ["a", "b"]
     assert lastwords.last_lines("a\nb\nc", but_not=["b"]) == ["a", "c"]
 
 
