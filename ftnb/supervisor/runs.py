@@ -82,9 +82,8 @@ class ActiveRun:
         self._digests: dict[int, str] = {}
         self.pace = Pace()
         self._stragglers = Stragglers()
-        # Sizes of the global batch that each rank has committed a step of in this generation: the first step of each
-        # size may take long (torch.compile).
-        self._sizes_done: dict[int, set[int]] = {}
+        # How large the shares were that each process (by its key) has done a step with: see `is_first`.
+        self._sizes_done: dict[str, set[int]] = {}
         self._skipped: dict[int, dict[int, tuple[str, bool]]] = {}  # by step and rank: (where, whether it is a source)
         self._useful_s = 0.0
         self._last_commit: float | None = None
@@ -253,7 +252,7 @@ class ActiveRun:
     def committed(self, record: list[Any]) -> None:
         _, generation, step, rank, when, lr, norm, step_s, *own_s = record
         if generation == self._open_generation:
-            self._sizes_done.setdefault(rank, set()).add(self._batch_size(step))
+            self._sizes_done.setdefault(self._supervisor.ranks[rank].key, set()).add(self._share_size(rank, step))
             if own_s:
                 self._stragglers.step(step, rank, own_s[0])
         # The books' generation, not the planner's: commits may still come in when the next one is being formed.
@@ -419,7 +418,6 @@ class ActiveRun:
             self._assembler.open_generation(action.generation, action.members, action.first_step)
             self._open_generation, self._open_members = action.generation, action.members
             self._open_first = action.first_step
-            self._sizes_done.clear()
             self._skipped.clear()
             self._stragglers.changed(action.members)
             self._digests.clear()  # those of ranks that had finished, should one die at the very end
@@ -619,14 +617,21 @@ class ActiveRun:
             return "starting"
         return "running"  # also while somebody joins or leaves on purpose
 
-    def _batch_size(self, step: int) -> int:
+    def _share_size(self, rank: int, step: int) -> int:
+        """How many samples of the step are this rank's, in the generation whose books are open."""
         batch = sampler.batch_at(step, self.dataset_len, self.options["global_batch"])
-        return batch.stop - batch.start
+        shares = dict(zip(self._open_members, sampler.split(batch.start, batch.stop, len(self._open_members))))
+        start, stop = shares.get(rank, (0, 0))
+        return stop - start
 
     def is_first(self, rank: int, step: int | None) -> bool:
-        """Whether this rank has not yet committed a step of this size in this generation."""
-        done = self._sizes_done.get(rank)
-        return not done or (step is not None and self._batch_size(step) not in done)
+        """Whether the process of this rank has not yet done a step with so many samples, whatever the generation.
+
+        Code may be compiled for the shapes that it meets (torch.compile), which takes its time once in each process.
+        """
+        slot = self._supervisor.ranks.get(rank)
+        done = self._sizes_done.get(slot.key) if slot is not None else None
+        return not done or (step is not None and self._share_size(rank, step) not in done)
 
     def typical_step_s(self, rank: int) -> float | None:
         """What a step takes this rank, without waiting for the others."""

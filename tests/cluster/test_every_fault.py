@@ -30,6 +30,7 @@ def test_a_rank_is_lost_and_replaced(
     session: ftnb.Session, reference: Reference, gate: Gate, fault: str, when: str
 ) -> None:
     run = start(session, gate.cell, hang_timeout_s=HANG_S)
+    wait_until(lambda: run.step >= 10, "every size of a share has been there: the first one may take long")
     rank = 2 if when == "now" else 0
     run.inject(fault, rank=rank, at_step=None if when == "now" else run.step + 3)
     wait_joined(session, run, 1)
@@ -295,6 +296,7 @@ def test_the_last_lines_of_a_rank_that_died_are_shown(session: ftnb.Session, gat
 def test_a_rank_that_hangs_while_others_regroup(session: ftnb.Session, reference: Reference, gate: Gate) -> None:
     """Rank 1 dies while rank 2 stands in its own code: the next generation must not wait for it for ever."""
     run = start(session, gate.cell, hang_timeout_s=HANG_S)
+    wait_until(lambda: run.step >= 10, "every size of a share has been there")
     run.inject("stall", rank=2)
     wait_until(lambda: count(run, "fault_injected") == 1, "it stands")
     run.inject("kill", rank=1)
