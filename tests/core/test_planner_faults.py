@@ -388,6 +388,22 @@ def test_a_verdict_proves_it_as_well_and_a_loss_since_is_not_forgotten():
     assert only(CloseGeneration, actions).last_committed == 40 and only(SendGo, actions).restore == 30
 
 
+def test_a_verdict_proves_that_its_step_was_committed():
+    """Nobody has heard of the commits, and all who have made them are gone."""
+    state, _ = play(in_training((0, 1), restart=True, committed=3), StepFailed(0, 1, differs(5, {0: "a", 1: "b"})))
+    state, _ = play(state, died(0), died(1), RankFenced(0), RankFenced(1), SpareReady(), SpareReady())
+    _, actions = play(state, *answers(state, -1, newcomers=(0, 1)))
+    assert event("rolled_back", actions).fields == {"first_step": 1, "last_step": 5}
+
+
+def test_a_verdict_that_overtakes_the_last_formed_proves_that_the_generation_stands():
+    state, _ = play(in_training(refill=True), SpareReady(), died(1), RankFenced(1))
+    state, _ = play(state, *answers(state, 0, newcomers=(1,)))
+    state, actions = play(state, *[StepFailed(rank, 2, differs(5, ODD)) for rank in (0, 1, 2)])
+    assert kinds(actions)[:3] == ["regrouped", "rank_joined", "divergence_detected"]
+    assert only(Kill, actions).rank == 1, "it has joined, so it can be the odd one"
+
+
 def test_a_copy_proves_that_its_step_was_committed():
     """Where nobody else tells: the supervisor that knew is gone, and the rank was about to go back."""
     state = in_training((0, 1), committed=20)
