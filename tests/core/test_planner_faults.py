@@ -412,6 +412,25 @@ def test_a_copy_proves_that_its_step_was_committed():
     assert only(CloseGeneration, actions).last_committed == 30 and only(OpenGeneration, actions).first_step == 31
 
 
+def test_a_first_step_that_only_a_lost_rank_told_of_is_said_to_be_done_again():
+    state, _ = play(in_training((0,), restart=True), died(0), RankFenced(0), SpareReady())
+    state, _ = play(state, *answers(state, -1, newcomers=(0,)), StepCommitted(0, 3, 1, 52.0))
+    state, _ = play(state, condemned(0), RankFenced(0), SpareReady())
+    _, actions = play(state, *answers(state, -1, newcomers=(0,)))
+    assert event("rolled_back", actions).fields == {"first_step": 1, "last_step": 1}
+
+
+def test_who_raised_is_killed_when_its_own_step_has_worked_without_it():
+    state = in_training(committed=40)
+    state, _ = play(state, StepFailed(0, 1, differs(40, {0: "a", 1: "b", 2: "c"})), StepFailed(2, 1, user_error(40)))
+    state, _ = play(state, Tick(), now=51.0)
+    state, actions = play(state, *answers(state, 40, anchor=30))
+    assert state.left_out == {2} and only(SendGo, actions).restore == 30
+    state, actions = play(state, *all_formed(state), *[StepCommitted(0, 2, step, 52.0) for step in range(31, 40)])
+    assert state.left_out == {2} and actions == []
+    assert only(Kill, play(state, StepCommitted(0, 2, 40, 53.0))[1]).rank == 2
+
+
 def test_a_new_supervisor_does_not_take_steps_of_before_for_steps_since():
     state, _ = diverged(digests={0: "a", 1: "b"})
     state, _ = play(state, *answers(state, 40, anchor=30))
