@@ -463,6 +463,25 @@ def test_replicas_that_have_agreed_in_between_may_differ_again():
     assert only(SendGo, actions).restore == 40
 
 
+def test_with_an_agreement_in_between_the_same_step_may_differ_again():
+    """The newest copy was lost, so they had gone further back, and have agreed at its step since."""
+    state, _ = diverged(digests={0: "a", 1: "b"})
+    state, _ = play(state, *answers(state, 40, anchor=20))
+    state, _ = play(state, *all_formed(state), StepCommitted(0, 2, 40, 53.0))
+    state, _ = play(state, *[StepFailed(rank, 2, differs(40, {0: "a", 1: "b"})) for rank in (0, 1)])
+    _, actions = play(state, *answers(state, 40, anchor=30))
+    assert only(SendGo, actions).restore == 30
+
+
+def test_a_run_that_ends_while_all_go_back_has_the_steps_up_to_there():
+    state, _ = diverged(digests={0: "a", 1: "b"})
+    state, _ = play(state, *answers(state, 40, anchor=30))
+    state, _ = play(state, *[StepFailed(rank, 2, user_error(31)) for rank in (0, 1)])
+    _, actions = play(state, *answers(state, 40, anchor=30))
+    assert only(End, actions).reason.startswith("Every rank raised")
+    assert only(CloseGeneration, actions).last_committed == 30, "the books have been opened anew after step 30"
+
+
 def test_without_a_copy_of_an_earlier_state_there_is_no_way_back():
     state, _ = diverged(digests={0: "a", 1: "b"})
     _, actions = play(state, *answers(state, 40, anchor=None))
@@ -637,6 +656,10 @@ def test_with_restart_a_stop_ends_at_once_whether_it_comes_before_or_after_the_l
     _, actions = play(waiting, HoldWanted("stop", 7))
     assert only(End, actions) == End("stopped", "Stopped on request while it waited for rank 1.")
     _, actions = play(in_training(restart=True, committed=7), HoldWanted("stop", 7), died(1))
+    assert only(End, actions).state == "stopped" and kinds(actions)[0] == "rank_failed"
+    state, _ = play(in_training(restart=True, committed=7), HoldWanted("stop", 7), StepFailed(1, 1, user_error(8)))
+    state, _ = play(state, Tick(), now=51.0)
+    _, actions = play(state, *answers(state, 7))
     assert only(End, actions).state == "stopped" and kinds(actions)[0] == "rank_failed"
 
 
