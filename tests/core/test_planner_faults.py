@@ -388,12 +388,47 @@ def test_a_verdict_proves_it_as_well_and_a_loss_since_is_not_forgotten():
     assert only(CloseGeneration, actions).last_committed == 40 and only(SendGo, actions).restore == 30
 
 
+def test_a_verdict_proves_that_its_step_was_committed():
+    """Nobody has heard of the commits, and all who have made them are gone."""
+    state, _ = play(in_training((0, 1), restart=True, committed=3), StepFailed(0, 1, differs(5, {0: "a", 1: "b"})))
+    state, _ = play(state, died(0), died(1), RankFenced(0), RankFenced(1), SpareReady(), SpareReady())
+    _, actions = play(state, *answers(state, -1, newcomers=(0, 1)))
+    assert event("rolled_back", actions).fields == {"first_step": 1, "last_step": 5}
+
+
+def test_a_verdict_that_overtakes_the_last_formed_proves_that_the_generation_stands():
+    state, _ = play(in_training(refill=True), SpareReady(), died(1), RankFenced(1))
+    state, _ = play(state, *answers(state, 0, newcomers=(1,)))
+    state, actions = play(state, *[StepFailed(rank, 2, differs(5, ODD)) for rank in (0, 1, 2)])
+    assert kinds(actions)[:3] == ["regrouped", "rank_joined", "divergence_detected"]
+    assert only(Kill, actions).rank == 1, "it has joined, so it can be the odd one"
+
+
 def test_a_copy_proves_that_its_step_was_committed():
     """Where nobody else tells: the supervisor that knew is gone, and the rank was about to go back."""
     state = in_training((0, 1), committed=20)
     state, _ = play(state, StepFailed(0, 1, differs(20, {0: "a", 1: "b"})), died(1), RankFenced(1))
     _, actions = play(state, RankReady(0, 2, -1, failure=differs(20, {0: "a", 1: "b"}), anchor=30))
     assert only(CloseGeneration, actions).last_committed == 30 and only(OpenGeneration, actions).first_step == 31
+
+
+def test_a_first_step_that_only_a_lost_rank_told_of_is_said_to_be_done_again():
+    state, _ = play(in_training((0,), restart=True), died(0), RankFenced(0), SpareReady())
+    state, _ = play(state, *answers(state, -1, newcomers=(0,)), StepCommitted(0, 3, 1, 52.0))
+    state, _ = play(state, condemned(0), RankFenced(0), SpareReady())
+    _, actions = play(state, *answers(state, -1, newcomers=(0,)))
+    assert event("rolled_back", actions).fields == {"first_step": 1, "last_step": 1}
+
+
+def test_who_raised_is_killed_when_its_own_step_has_worked_without_it():
+    state = in_training(committed=40)
+    state, _ = play(state, StepFailed(0, 1, differs(40, {0: "a", 1: "b", 2: "c"})), StepFailed(2, 1, user_error(40)))
+    state, _ = play(state, Tick(), now=51.0)
+    state, actions = play(state, *answers(state, 40, anchor=30))
+    assert state.left_out == {2} and only(SendGo, actions).restore == 30
+    state, actions = play(state, *all_formed(state), *[StepCommitted(0, 2, step, 52.0) for step in range(31, 40)])
+    assert state.left_out == {2} and actions == []
+    assert only(Kill, play(state, StepCommitted(0, 2, 40, 53.0))[1]).rank == 2
 
 
 def test_a_new_supervisor_does_not_take_steps_of_before_for_steps_since():
@@ -426,6 +461,25 @@ def test_replicas_that_have_agreed_in_between_may_differ_again():
     state, _ = play(state, *[StepFailed(rank, 2, differs(50, {0: "a", 1: "b"})) for rank in (0, 1)])
     _, actions = play(state, *answers(state, 50, anchor=40))
     assert only(SendGo, actions).restore == 40
+
+
+def test_with_an_agreement_in_between_the_same_step_may_differ_again():
+    """The newest copy was lost, so they had gone further back, and have agreed at its step since."""
+    state, _ = diverged(digests={0: "a", 1: "b"})
+    state, _ = play(state, *answers(state, 40, anchor=20))
+    state, _ = play(state, *all_formed(state), StepCommitted(0, 2, 40, 53.0))
+    state, _ = play(state, *[StepFailed(rank, 2, differs(40, {0: "a", 1: "b"})) for rank in (0, 1)])
+    _, actions = play(state, *answers(state, 40, anchor=30))
+    assert only(SendGo, actions).restore == 30
+
+
+def test_a_run_that_ends_while_all_go_back_has_the_steps_up_to_there():
+    state, _ = diverged(digests={0: "a", 1: "b"})
+    state, _ = play(state, *answers(state, 40, anchor=30))
+    state, _ = play(state, *[StepFailed(rank, 2, user_error(31)) for rank in (0, 1)])
+    _, actions = play(state, *answers(state, 40, anchor=30))
+    assert only(End, actions).reason.startswith("Every rank raised")
+    assert only(CloseGeneration, actions).last_committed == 30, "the books have been opened anew after step 30"
 
 
 def test_without_a_copy_of_an_earlier_state_there_is_no_way_back():
@@ -602,6 +656,10 @@ def test_with_restart_a_stop_ends_at_once_whether_it_comes_before_or_after_the_l
     _, actions = play(waiting, HoldWanted("stop", 7))
     assert only(End, actions) == End("stopped", "Stopped on request while it waited for rank 1.")
     _, actions = play(in_training(restart=True, committed=7), HoldWanted("stop", 7), died(1))
+    assert only(End, actions).state == "stopped" and kinds(actions)[0] == "rank_failed"
+    state, _ = play(in_training(restart=True, committed=7), HoldWanted("stop", 7), StepFailed(1, 1, user_error(8)))
+    state, _ = play(state, Tick(), now=51.0)
+    _, actions = play(state, *answers(state, 7))
     assert only(End, actions).state == "stopped" and kinds(actions)[0] == "rank_failed"
 
 
