@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 ENDED = frozenset({"finished", "stopped", "failed"})
 # The cluster has ended, or has gone on to another run: what an ended run did still lies on the disk.
 _UNKNOWN_THERE = (NoClusterError, ClusterError, RunError)
+_REGISTERED_S = 10.0  # how long ipyparallel may take to know a rank that has just joined
 _WAIT_SLICE_S = 0.5  # how long the supervisor may hold one `wait` request
 
 
@@ -328,12 +329,26 @@ class Run:
     def state_dict(self) -> dict[str, Any]:
         """The model's current weights and buffers, pulled from a rank: `model.load_state_dict(...)`."""
         ready = self.session.request("prepare_weights", timeout_s=120, run=self.name)
-        view = self.session.client[ready["engine"]]
+        view = self._view_of(ready["engine"])
         # By text, so that neither side has to be able to import the other's modules for this.
         take = "__import__('ftnb.rank.export', fromlist=['take_weights']).take_weights()"
         with _PULLING:  # ipyparallel's client is not made for several threads
             pulled = view.apply_sync(eval, take)
         return {name: _tensor(*packed) for name, *packed in pulled}
+
+    def _view_of(self, engine: int) -> Any:
+        """ipyparallel's view of one engine. Where a rank has just been replaced, the number is nobody's for a moment."""
+        deadline = time.monotonic() + _REGISTERED_S
+        while True:
+            try:
+                return self.session.client[engine]
+            except IndexError:
+                if time.monotonic() > deadline:
+                    raise RunError(
+                        f"ipyparallel does not know engine {engine}, which holds the weights of run {self.name!r}. "
+                        "%ft_cluster status shows the ranks; try again."
+                    ) from None
+                time.sleep(0.05)
 
 
 def failure(info: dict[str, Any]) -> FtnbError:

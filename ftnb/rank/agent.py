@@ -30,8 +30,9 @@ ALONE_EXTRA_S = 20.0
 BEAT_AFTER_WORD_S = 5.0
 # Where Python cannot run, `_end_alone` cannot either: then the kernel ends this process, later than that.
 DEAD_MAN_EXTRA_S = 10.0
-# As long as a supervisor lets Python be silent while a cell runs or a generation begins (see the design, "detection").
+# As long as a supervisor lets Python be silent while a cell runs, or in the first step of a generation.
 FIRST_STEP_S = 300.0
+PATIENT_PLACES = ("evaluate", "save")
 # A supervisor answers within moments that it has recorded an injected fault, or the fault is forgotten.
 RECORDED_WITHIN_S = 5.0
 
@@ -55,6 +56,7 @@ class Agent:
         os.set_blocking(self._wake_write, False)
         self._last_word = time.monotonic()
         self._term = 0
+        self._first_step = 0  # of the generation
         self._beats = 0
         self._received = Received()
         # What must arrive at the supervisor: one stream for each socket, since these overtake each other.
@@ -156,8 +158,9 @@ class Agent:
     def _set_dead_man(self) -> None:
         """Time for `_end_alone` first, and for what a supervisor that is there would put up with."""
         self._dead_man_set = time.monotonic()
-        patience_s = FIRST_STEP_S
-        if (training := self.training) is not None and training.stage == "training":
+        training, patience_s = self.training, FIRST_STEP_S
+        goes_on = training is not None and training.stage == "training" and training.committed >= self._first_step
+        if goes_on and (self._place() or (None,))[0] not in PATIENT_PLACES:
             patience_s = training.options.get("hang_timeout_s") or 0.0
         self._dead_man.set(max(self._linger_s + ALONE_EXTRA_S, patience_s) + DEAD_MAN_EXTRA_S)
 
@@ -232,6 +235,7 @@ class Agent:
             if self.training is not None:
                 self.training.abort()
         elif op == "go":
+            self._first_step = message["first_step"]
             self.orders.go(message)
         elif op == "hold":
             accepted, step = self.orders.hold(message["hold_id"], message["after_step"])

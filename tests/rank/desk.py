@@ -35,7 +35,7 @@ CELL = """
 import time
 import torch
 model = torch.nn.Linear(4, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
 dataset = [(torch.full((4,), float(i)), torch.zeros(1)) for i in range(16)]
 
 def loss_fn(output, target):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -20,22 +21,20 @@ from peers import run_ranks
 
 from ftnb.rank import agent, cut
 from ftnb.rank.orders import Superseded
-from ftnb.wire import proc, reaper, records, sockets
+from ftnb.wire import messages, proc, reaper, records, sockets
 
 HEARTBEAT_MS = (100, 400)  # as a supervisor watches its ranks
-# Waits in its third step until the file is there, and says that it is somewhere else.
+# Waits in its third step until the file is there.
 WAITING_CELL = (
     CELL
     + """
 import os
-from ftnb.rank import engine
 calls = 0
 
 def loss_fn(output, target):
     global calls
     calls += 1
     if calls == 3:
-        engine.agent.training.place = ("elsewhere", 42, time.monotonic() - 5)
         while not os.path.exists("go on"):
             time.sleep(0.01)
     return torch.nn.functional.mse_loss(output, target)
@@ -57,11 +56,10 @@ def waits(desk: Desk) -> None:
     desk.forget(0)
 
 
-def test_beats_tell_place_number_time_and_memory(desk):
+def test_beats_tell_number_time_memory_and_step(desk):
     waits(desk)
     beat = desk.last_beat(0)
-    assert (beat["place"], beat["place_step"], beat["step"], beat["phase"]) == ("elsewhere", 42, 3, "training")
-    assert 5 < beat["place_s"] < 5 + 60
+    assert (beat["step"], beat["phase"]) == (3, "training")
     rss_mb = psutil.Process(desk.ranks[0].pid).memory_info().rss / 1e6
     assert beat["rss_mb"] == pytest.approx(rss_mb, rel=0.1)
     for _ in range(5):
@@ -69,6 +67,23 @@ def test_beats_tell_place_number_time_and_memory(desk):
     beats = [m for m in desk.heard[0] if m["op"] == "beat"]
     assert all(b["n"] == a["n"] + 1 and b["at"] > a["at"] for a, b in pairwise(beats))
     assert beats[-1]["at"] <= beats[-1]["came"]  # one machine, one clock
+
+
+def beat_from_a_place(rank: int, directory: Path) -> None:
+    one = agent.Agent(sockets.Connection.load(directory / "connection.json"), rank, 60.0)
+    place = ("elsewhere", 42, time.monotonic() - 5)
+    one.training = types.SimpleNamespace(place=place, rank=rank, in_flight=3, committed=2)
+    with zmq.Context() as context, context.socket(zmq.PAIR) as here, context.socket(zmq.PAIR) as there:
+        here.bind("inproc://beats")
+        there.connect("inproc://beats")
+        one._beat(there)
+        beat = messages.decode(here.recv_multipart())
+    assert (beat["place"], beat["place_step"], beat["step"]) == ("elsewhere", 42, 3)
+    assert 5 <= beat["place_s"] < 5 + 60
+
+
+def test_beats_tell_the_place_of_the_training_thread(desk):
+    run_ranks(beat_from_a_place, 1, desk.directory)
 
 
 def test_stacks_begin_with_the_users_code(desk):
@@ -80,7 +95,7 @@ def test_stacks_begin_with_the_users_code(desk):
     wait_until(lambda: desk.last_beat(0)["step"] == 3, "the third step")
     desk.tell(0, "stacks", id=2)
     answer = desk.hear(0, "stacks", lambda m: m["id"] == 2)
-    assert (answer["place"], answer["step"]) == ("elsewhere", 42)
+    assert answer["step"] == 3
     line = WAITING_CELL.splitlines().index('        while not os.path.exists("go on"):') + 1
     first, source = answer["stack"][:2]
     assert first in (f'File "<ft_train cell>", line {line + n}, in loss_fn' for n in (0, 1))
