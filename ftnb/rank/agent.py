@@ -105,7 +105,7 @@ class Agent:
         poller = zmq.Poller()
         poller.register(sock, zmq.POLLIN)
         poller.register(self._wake_read, zmq.POLLIN)
-        next_beat = looked = time.monotonic()
+        now = next_beat = looked = time.monotonic()
         self._set_dead_man()
         while True:
             ready = dict(poller.poll(max(0.0, next_beat - time.monotonic()) * 1000))
@@ -118,7 +118,11 @@ class Agent:
                     self._hear(sock, messages.decode(sock.recv_multipart()))
                 except Exception:  # a command that fails must not silence the heartbeats
                     self._send(sock, "agent_error", traceback=traceback.format_exc())
-            now = time.monotonic()
+            before, now = now, time.monotonic()
+            if now - before > SILENT_S:
+                # Python could not run (the interpreter lock was held, this process was stopped), so no beat was sent
+                # and no answer could come: that is no silence of the supervisor's.
+                self._last_word = min(now, self._last_word + now - before)
             if now >= next_beat:
                 self._beat(sock)
                 next_beat = max(next_beat + BEAT_S, now)

@@ -28,7 +28,7 @@ TICK_S = 0.02
 
 
 def strike(kind: str, duration: str) -> None:
-    """Tick in one thread, and be struck in another; exit with 7 when that is over."""
+    """Tick in one thread, and be struck in another; exit with 7 when that is over (a partition is not)."""
     if (path := os.environ.get("FTNB_CONNECTION")) is not None:
         connection = sockets.Connection.load(Path(path))
         context = zmq.Context()
@@ -43,6 +43,8 @@ def strike(kind: str, duration: str) -> None:
     except faults.InjectedFault as error:
         print(f"raised {error}", flush=True)
     print("over", flush=True)
+    if kind == "partition":  # that goes on, and so does the process
+        time.sleep(1000)
     os._exit(7)
 
 

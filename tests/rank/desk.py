@@ -35,7 +35,7 @@ CELL = """
 import time
 import torch
 model = torch.nn.Linear(4, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
 dataset = [(torch.full((4,), float(i)), torch.zeros(1)) for i in range(16)]
 
 def loss_fn(output, target):
@@ -62,7 +62,6 @@ class Desk:
 
     def __init__(self, directory: Path, heartbeat_ms: tuple[int, int] | None = None) -> None:
         self.directory = directory
-        self.answering = True  # a word to each rank every now and then, as the supervisor does it
         self.ranks: dict[int, ForkServerProcess] = {}
         self.rings: dict[int, RingReader] = {}
         self.heard: dict[int, list[dict[str, Any]]] = {}
@@ -207,15 +206,11 @@ class Desk:
     # --- the thread that has the socket
 
     def _serve(self) -> None:
-        next_word = 0.0
+        last_word: dict[bytes, float] = {}
         while not self._closing:
             while self._outbox and self._outbox[0][0] in self._agents:
                 rank, message = self._outbox.popleft()
                 self.socket.send_multipart([self._agents[rank], *messages.encode(message)])
-            if self.answering and time.monotonic() > next_word:
-                next_word = time.monotonic() + WORD_EVERY_S
-                for rank in self._agents:
-                    self.tell(rank, "beat_seen")
             while self._monitor.poll(0):
                 self.links.append(recv_monitor_message(self._monitor)["event"])
             if self.socket.poll(5):
@@ -228,6 +223,10 @@ class Desk:
                     continue
                 if sender.startswith(b"agent-"):
                     self._agents[message["rank"]] = sender
+                    # At once, as the supervisor does it: a rank that has just connected again hears it at once.
+                    if message["op"] == "beat" and time.monotonic() - last_word.get(sender, 0.0) > WORD_EVERY_S:
+                        last_word[sender] = time.monotonic()
+                        self.socket.send_multipart([sender, *messages.encode({"op": "beat_seen", "term": 1})])
                 with self._changed:
                     self.heard[message["rank"]].append({**message, "came": time.monotonic()})
                     self._changed.notify_all()

@@ -161,7 +161,7 @@ def test_hang_and_partition_silence_the_connection_itself(victim, desk, kind):
     connected(desk)
     one.strike()
     wait_until(lambda: zmq.EVENT_DISCONNECTED in desk.links, "the connection is lost", DEADLINE_S)
-    assert stopped(one.pid) == (kind == "hang")
+    assert stopped(one.pid) == (kind == "hang") and one.process.poll() is None
 
 
 def test_oom_grows_visibly_up_to_a_bound_and_ends_as_the_kernel_would_end_it(victim):
