@@ -98,6 +98,7 @@ class Slot:
         slot = cls(record["key"], started=time.monotonic(), **{name: record[name] for name in known})
         if record["pid"] is not None:
             slot.process = proc.ProcessId(record["pid"], record["pid_started"])
+            slot.heartbeats.beat(slot.started)  # from here on its silence counts: it may be stopped since long
         # What it has told before is settled by asking it where it stands.
         slot.received = {stream: Received(None) for stream in slot.received}
         with contextlib.suppress(OSError):  # it was not there yet, or not any more

@@ -131,8 +131,10 @@ class Watcher:
     # --- what is known of one
 
     def _is_known(self, slot: Slot) -> bool:
-        """Whether it has been heard of, and is not being ended already."""
-        return slot.alive and slot.agent is not None and slot.heartbeats.last is not None
+        """Whether it has been heard of (by this supervisor, or its predecessor), and is not being ended already."""
+        if not slot.usable or slot.heartbeats.last is None:
+            return False
+        return slot.agent is not None or time.monotonic() - self._began > FIRST_CONTACT_S
 
     def _sign(self, now: float, number: int, slot: Slot, run: ActiveRun | None) -> watch.Sign:
         links = self._supervisor.rank_socket.links
