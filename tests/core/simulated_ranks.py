@@ -240,7 +240,7 @@ class World:
     def can_spare(self, number: int) -> bool:
         """Without this one, another that is well would be left with the most advanced state."""
         alive = [self.ranks[n] for n in self.state.alive if n < len(self.ranks)]
-        well = [r for r in alive if r.has_state and not (r.dead or r.raised or r.armed or r.hung)]
+        well = [r for r in alive if r.has_state and not (r.dead or r.raised or r.armed or r.hung or r.flipped)]
         well = [rank for rank in well if rank.number not in self.state.leaving]
         most = max((rank.committed for rank in well), default=0)
         return any(rank.committed == most for rank in well if rank.number != number)

@@ -676,7 +676,7 @@ class AnyTrouble(RuleBasedStateMachine):
 
     def well(self):
         ranks = self.world.ranks
-        return {rank.number for rank in ranks if not (rank.dead or rank.raised or rank.armed or rank.hung)}
+        return {r.number for r in ranks if not (r.dead or r.raised or r.armed or r.hung or r.flipped)}
 
     @rule(num_moves=MOVES, seed=SEEDS)
     def go_on(self, num_moves, seed):
