@@ -24,13 +24,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ftnb.rank import cell, state
+from ftnb.rank import cell, loop, state
 from ftnb.rank.group import Group
-from ftnb.rank.loop import Training
 from ftnb.rank.orders import Fault, Orders, Superseded
 
 CPU = torch.device("cpu")
 DEADLINE_S = 60.0
+FORM_TIMEOUT_S = 20.0
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["peers", "torch._dynamo"])
@@ -121,7 +121,9 @@ class Peer:
         self.job = cell.check(self.namespace, options, CPU, world_size=1)
         self.orders = Orders()
         self.link = FileLink(directory / "store", self.orders)
-        self.training = Training(self.job, options, rank, "gloo", self.link, self.orders)
+        # There is no supervisor to try again when a busy machine is slow to connect.
+        loop.FORM_TIMEOUT_S = FORM_TIMEOUT_S
+        self.training = loop.Training(self.job, options, rank, "gloo", self.link, self.orders)
 
     def form(self, members: list[int], generation: int = 1) -> Group:
         group = Group(generation, members, self.rank, "gloo", CPU)
