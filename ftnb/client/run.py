@@ -337,7 +337,7 @@ class Run:
         return {name: _tensor(*packed) for name, *packed in pulled}
 
     def _view_of(self, engine: int) -> Any:
-        """ipyparallel's view of one engine. Where a rank has just been replaced, the number is nobody's for a moment."""
+        """ipyparallel's view of one engine. Its number is nobody's for a moment when a rank has just been replaced."""
         deadline = time.monotonic() + _REGISTERED_S
         while True:
             try:

@@ -127,8 +127,8 @@ def build_report(
 ) -> Report:
     """The report of a run from run.json and its three line files; also while the run goes on."""
     state = run.get("state") or "unknown"
-    history = _final_history(metrics)
-    ledger_history = _final_history(ledger)
+    history = _final_history(metrics, events)
+    ledger_history = _final_history(ledger, events)
     ends = [lines[-1]["step"] if lines else 0 for lines in (history, ledger_history)]
     # While the run goes on, one file may have been read a moment before the other.
     steps = max(ends) if state in ("finished", "stopped", "failed") else min(ends)
@@ -213,8 +213,13 @@ def _loss_not_finite(line: Mapping[str, Any]) -> bool:
     return "loss" in line and line["loss"] is None and not str(line.get("loss_shares")).startswith("0/")
 
 
-def _final_history(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The lines that count, by step: a generation replaces all that earlier ones wrote from its start on."""
+def _final_history(lines: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The lines that count, by step: a generation replaces all that earlier ones wrote from its start on.
+
+    Where all went back, the steps that were undone do not count even if none of them was done again.
+    """
+    undone = [(event["generation"], event["first_step"]) for event in events if event["kind"] == "rolled_back"]
+    lines = [line for line in lines if not any(line["generation"] < g and line["step"] >= s for g, s in undone)]
     first_step: dict[int, int] = {}
     for line in lines:
         generation = line["generation"]

@@ -418,6 +418,7 @@ class ActiveRun:
             self._assembler.open_generation(action.generation, action.members, action.first_step)
             self._open_generation, self._open_members = action.generation, action.members
             self._open_first = action.first_step
+            self.step = action.first_step - 1  # after a rollback it is less than before
             self._skipped.clear()
             self._stragglers.changed(action.members)
             self._digests.clear()  # those of ranks that had finished, should one die at the very end

@@ -206,6 +206,14 @@ def test_lines_of_a_later_generation_replace_earlier_ones():
     assert report.notes == ["3 ledger lines of earlier generations replaced by later ones"]
 
 
+def test_steps_that_were_undone_do_not_count_if_the_run_ended_before_they_were_done_again():
+    metrics, ledger = train([((0, 1, 2, 3), 8)])
+    back = make_event("rolled_back", 103.0, 2, reason="All go back.", first_step=5, last_step=8)
+    stopped = make_event("run_stopped", 104.0, 2, reason="Stopped.")
+    report = build_report(run_json(8, state="stopped"), [back, stopped], metrics, ledger)
+    assert (report.steps, report.samples_used, report.problems) == (4, 8 + 8 + 6 + 8, [])
+
+
 def test_a_step_twice_in_one_generation_is_a_repetition():
     run, events, metrics, ledger = undisturbed()
     report = build_report(run, events, metrics, [*ledger, ledger[0]])
