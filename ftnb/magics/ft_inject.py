@@ -26,8 +26,8 @@ def run(line: str) -> None:
         print("\n".join(text_table(header, list_rows())))
         print(
             "\nWho is lost is fenced and replaced (--recovery replace, the default). Slow ranks stay, unless\n"
-            "--evict-stragglers is given; NaN is dealt with as --on-nan says; after a flipped bit all go back to where\n"
-            "they agreed."
+            "--evict-stragglers is given; NaN is dealt with as --on-nan says; after a flipped bit all go back to\n"
+            "where they agreed."
         )
         print("All kinds take --rank R and one of --at-step S, --after SECONDS, --probability P [--seed N].")
         return
