@@ -109,21 +109,12 @@ def check_mode(label: str, value: str) -> None:
         raise UsageError(f"{label} takes ddp, not {value!r}.{did_you_mean(value, ('ddp', *LATER_MODES))}")
 
 
-def check_recovery(label: str, value: str) -> None:
-    if value in LATER_RECOVERIES:
-        raise UsageError(f"{label} {value}: this recovery is not available yet. Use {' or '.join(RECOVERIES)}.")
-    if value not in RECOVERIES:
-        hint = did_you_mean(value, (*RECOVERIES, *LATER_RECOVERIES))
-        raise UsageError(f"{label} takes {' or '.join(RECOVERIES)}, not {value!r}.{hint}")
-
-
 def check_run_name(label: str, value: str) -> None:
     paths.check_name(value, "run")  # the name becomes a folder
 
 
 LATER_MODES = ("allreduce", "fsdp", "pipeline", "tensor")
-RECOVERIES = ("replace", "shrink")
-LATER_RECOVERIES = ("restart",)
+RECOVERIES = ("replace", "shrink", "restart")
 DEFAULT_STEPS = 200
 
 TRAIN_OPTIONS = (
@@ -133,8 +124,14 @@ TRAIN_OPTIONS = (
     Option("seed", int, 0, "seed of Python, NumPy, torch and the shuffling", minimum=0, check=check_seed),
     Option("mode", str, "ddp", "how ranks share the work: ddp", check=check_mode),
     Option("clip_norm", float, None, "clip the averaged gradient to this norm", above=0),
-    Option("recovery", str, "replace", "after a failure: replace the lost rank, or shrink (go on without it)",
-           check=check_recovery),
+    Option("recovery", str, "replace", "after a failure: replace the lost rank, shrink (go on without it), or restart "
+           "(all go back to the start, or the last replica check, and wait for the full number)", choices=RECOVERIES),
+    Option("hang_timeout_s", float, 30.0, "seconds without progress after which a rank counts as stuck (10 steps, if "
+           "those take longer)", flag="--hang-timeout", above=0),
+    Option("on_nan", str, "stop", "when a gradient is not finite: stop the run, skip that update, or rollback to the "
+           "last state that is kept", choices=("stop", "skip", "rollback")),
+    Option("check_replicas", int, None, "compare the ranks' weights and optimizer states every K steps", minimum=1),
+    Option("evict_stragglers", bool, False, "take ranks out of the run that are much slower than the others"),
     Option("workers", int, 0, "DataLoader worker processes per rank", minimum=0, check=check_workers),
     Option("evaluate_every", int, None, "call evaluate(model) on rank 0 every K steps", minimum=1),
     Option("scheduler_interval", str, "epoch", "step the scheduler once per this", choices=("epoch", "step")),
@@ -144,8 +141,7 @@ TRAIN_OPTIONS = (
 
 # Designed, but not built yet: said so, instead of "unknown option".
 LATER_TRAIN_KEYWORDS = (
-    "checkpoint_every", "checkpoint_dir", "keep_checkpoints", "hang_timeout_s", "on_nan", "check_replicas",
-    "evict_stragglers", "exact", "resume",
+    "checkpoint_every", "checkpoint_dir", "keep_checkpoints", "exact", "resume",
 )  # fmt: skip
 
 

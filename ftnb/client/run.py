@@ -6,12 +6,12 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ftnb.client.faults import check_fault
+from ftnb.client.faults import check_chaos, check_fault
 from ftnb.client.options import refuse_unknown
 from ftnb.core.report import Report, build_report
 from ftnb.errors import (
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 ENDED = frozenset({"finished", "stopped", "failed"})
 # The cluster has ended, or has gone on to another run: what an ended run did still lies on the disk.
 _UNKNOWN_THERE = (NoClusterError, ClusterError, RunError)
+_REGISTERED_S = 10.0  # how long ipyparallel may take to know a rank that has just joined
 _WAIT_SLICE_S = 0.5  # how long the supervisor may hold one `wait` request
 
 
@@ -217,12 +218,47 @@ class Run:
         rank: int | None = None,
         at_step: int | None = None,
         after_s: float | None = None,
-        **later: Any,
+        duration_s: float | None = None,
+        factor: float | None = None,
+        probability: float | None = None,
+        seed: int | None = None,
+        **others: Any,
     ) -> dict[str, Any]:
-        """Make a fault happen: `run.inject("kill", rank=2, at_step=50)`. Without `rank` one is picked."""
-        fault = check_fault(kind, rank, at_step, after_s, later)
+        """Make a fault happen: `run.inject("kill", rank=2, at_step=50)`. Without `rank` one is picked.
+
+        At once, or inside a step, or after a time, or once with a probability per step. `%ft_inject --list` has the
+        kinds. The answer's `reason` says what will happen.
+        """
+        given = {
+            "rank": rank, "at_step": at_step, "after_s": after_s, "duration_s": duration_s, "factor": factor,
+            "probability": probability, "seed": seed,
+        }  # fmt: skip
+        return self._disturb("inject", check_fault(kind, given | others))
+
+    def chaos(
+        self,
+        mtbf_s: float | None = None,
+        kinds: str | Sequence[str] | None = None,
+        for_s: float | None = None,
+        seed: int = 0,
+        no_mercy: bool = False,
+    ) -> dict[str, Any]:
+        """Random faults, one in `mtbf_s` seconds on average, for `for_s` seconds or until the run's end.
+
+        The same seed gives the same times, kinds and picks. What the run could not survive is left out, unless
+        `no_mercy`. The supervisor does it, so it goes on while the notebook is busy; `chaos_stop` ends it.
+        """
+        given = {"mtbf_s": mtbf_s, "kinds": kinds, "for_s": for_s, "seed": seed, "no_mercy": no_mercy}
+        return self._disturb("chaos", check_chaos(given))
+
+    def chaos_stop(self) -> dict[str, Any]:
+        """No more random faults; the answer tells how many there were."""
+        return self._disturb("chaos_stop", {})
+
+    def _disturb(self, op: str, arguments: dict[str, Any]) -> dict[str, Any]:
         try:
-            return self.session.request("inject", run=self.name, **fault)
+            # A rank may take some seconds to answer, and is given up after five.
+            return self.session.request(op, run=self.name, **arguments)
         except _UNKNOWN_THERE as error:
             if (last := self._info_of_ended()) is None:
                 raise
@@ -231,6 +267,14 @@ class Run:
                 f"{last['elapsed_s']:.1f} s), so nothing can happen to it any more. Start one that "
                 "lasts longer (%%ft_train --steps N; in Python: steps=N), and inject while it trains."
             ) from error
+
+    def stacks(self) -> dict[int, dict[str, Any]]:
+        """Where each living rank's training thread stands: `place`, `step` and `stack` (lines, innermost last).
+
+        A rank that cannot tell has `problem` instead.
+        """
+        found = self.session.request("stacks", run=self.name)["ranks"]
+        return {int(rank): entry for rank, entry in sorted(found.items(), key=lambda item: int(item[0]))}
 
     # What it has written
 
@@ -285,12 +329,26 @@ class Run:
     def state_dict(self) -> dict[str, Any]:
         """The model's current weights and buffers, pulled from a rank: `model.load_state_dict(...)`."""
         ready = self.session.request("prepare_weights", timeout_s=120, run=self.name)
-        view = self.session.client[ready["engine"]]
+        view = self._view_of(ready["engine"])
         # By text, so that neither side has to be able to import the other's modules for this.
         take = "__import__('ftnb.rank.export', fromlist=['take_weights']).take_weights()"
         with _PULLING:  # ipyparallel's client is not made for several threads
             pulled = view.apply_sync(eval, take)
         return {name: _tensor(*packed) for name, *packed in pulled}
+
+    def _view_of(self, engine: int) -> Any:
+        """ipyparallel's view of one engine. Its number is nobody's for a moment when a rank has just been replaced."""
+        deadline = time.monotonic() + _REGISTERED_S
+        while True:
+            try:
+                return self.session.client[engine]
+            except IndexError:
+                if time.monotonic() > deadline:
+                    raise RunError(
+                        f"ipyparallel does not know engine {engine}, which holds the weights of run {self.name!r}. "
+                        "%ft_cluster status shows the ranks; try again."
+                    ) from None
+                time.sleep(0.05)
 
 
 def failure(info: dict[str, Any]) -> FtnbError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -46,6 +46,48 @@ def difference(signatures: Mapping[int, Mapping[str, Any]]) -> str | None:
         rank, _, reference, _ = odd
         return f"The optimizer of rank {rank} differs from that of rank {reference}. {_ADVICE}"
     return None
+
+
+def odd_ones(digests: Mapping[int, str]) -> tuple[int, ...]:
+    """The ranks that a strict majority is against. None where all agree, and none where nobody has a majority."""
+    if not digests:
+        return ()
+    usual, number = Counter(digests.values()).most_common(1)[0]
+    if 2 * number <= len(digests):
+        return ()
+    return tuple(sorted(rank for rank, digest in digests.items() if digest != usual))
+
+
+def divergence_words(step: int, digests: Mapping[int, str]) -> str:
+    """A sentence on replicas that differ after `step`."""
+    if odd := odd_ones(digests):
+        verb = "differs" if len(odd) == 1 else "differ"
+        return f"After step {step}, {_ranks(odd)} {verb} from {_ranks(sorted(digests.keys() - set(odd)))}."
+    return f"After step {step}, {_ranks(sorted(digests))} differ, and no majority says which of them is right."
+
+
+def nan_words(step: int, told: Mapping[int, tuple[bool, str]]) -> str:
+    """A sentence on a gradient that was not finite in `step`.
+
+    `told`: by each rank that could, whether it brought that in, and where.
+    """
+    sources = {rank: where for rank, (source, where) in told.items() if source}
+    begin = f"The gradient of step {step} is not finite (NaN or infinite)"
+    if not sources:
+        where = next((where for _, where in told.values() if where), "")
+        return f"{begin}, although it is finite on every rank by itself{f': {where}' if where else ''}."
+    places = sorted({where for where in sources.values() if where})
+    where = f" ({', '.join(places[:3])}{', …' if len(places) > 3 else ''})" if places else ""
+    if len(sources) == len(told) > 1:
+        return f"{begin}: on every rank{where}, so it is the loss itself."
+    verb = "has" if len(sources) == 1 else "have"
+    return f"{begin}: {_ranks(sorted(sources))} {verb} brought it in{where}."
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
 _ADVICE = "The cell must build the same on every rank; something in it depends on the rank, the time or the process."

@@ -18,8 +18,9 @@ class Failure:
     """Why a rank left a step.
 
     `cause`: "user" (their code raised), "collective" (a peer did not answer), "divergence" (the replicas differ;
-    `error` has `digests` by rank, as text) or "nan" (the gradient or loss was not finite; `error` has `source`: whether
-    this very rank brought it in, and `where`). The last two are found by all members at the same point of the same step.
+    `error` has `digests` by rank, as text) or "nan" (the gradient or loss was not finite; `error` has `source`:
+    whether this very rank brought it in, and `where`). The last two are found by all members at the same point of the
+    same step.
     """
 
     cause: str

@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from html import escape
 from typing import Any
 
-from ftnb.core.sampler import batch_at, digest, digest_hex, permutation, samples_through
+from ftnb.core.audit import audit_samples, silent_steps
+from ftnb.core.incidents import (
+    PHASES,
+    Failure,
+    Fault,
+    by_kind,
+    failures_of,
+    faults_of,
+    lost_work,
+    summary_of,
+)
+from ftnb.core.words import count, one_line, steps_text
 
-_PHASES = ("detect_s", "fence_s", "regroup_s", "restore_s", "first_step_s", "mttr_s")
-
-
-@dataclass(frozen=True)
-class Failure:
-    """One lost rank. The times are None where no recovery followed; ranks lost together share theirs."""
-
-    kind: str
-    rank: int | None
-    step: int | None
-    reason: str
-    detect_s: float | None = None
-    fence_s: float | None = None
-    regroup_s: float | None = None
-    restore_s: float | None = None
-    first_step_s: float | None = None
-    mttr_s: float | None = None
-    lost_steps: int | None = None
-    rejoined_s: float | None = None  # from the failure to a process in its place; None: nobody took it
+__all__ = ["Failure", "Fault", "Report", "build_report", "useful_seconds"]
 
 
 @dataclass(repr=False)
@@ -45,6 +37,9 @@ class Report:
     world_size_end: int | None
     generations: int
     failures: list[Failure] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)  # injected, or planned and not fired
+    lost_steps: int = 0  # done again after failures
+    lost_samples: int = 0  # of these steps
     samples_expected: int = 0
     samples_used: int = 0
     samples_repeated: int = 0
@@ -83,14 +78,16 @@ class Report:
     def __str__(self) -> str:
         lines = [_title(self)]
         if self.reason:
-            lines.append(f"  {_one_line(self.reason)}")
+            lines.append(f"  {one_line(self.reason)}")
         if self.failures:
             lines += ["", *_text_table(_FAILURE_COLUMNS, _failure_rows(self))]
             lines += [f"  {_cause(failure)}" for failure in self.failures]
+        if odd := _odd_faults(self):
+            lines += ["", *(f"  {line}" for line in odd)]
         lines.append("")
         lines += [f"  {label:<11} {value}" for label, value in _summary_rows(self)]
-        lines += [f"  problem     {_one_line(problem)}" for problem in self.problems]
-        lines += [f"  note        {_one_line(note)}" for note in self.notes]
+        lines += [f"  problem     {one_line(problem)}" for problem in self.problems]
+        lines += [f"  note        {one_line(note)}" for note in self.notes]
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
@@ -100,6 +97,7 @@ class Report:
         if self.failures:
             parts.append(_html_table(_FAILURE_COLUMNS, _failure_rows(self)))
             parts += [f'<div style="{_DIM}">{escape(_cause(failure))}</div>' for failure in self.failures]
+        parts += [f'<div style="{_DIM}">{escape(line)}</div>' for line in _odd_faults(self)]
         parts.append(_html_table((), _summary_rows(self)))
         parts += [f'<div style="{_BAD}">problem: {escape(problem)}</div>' for problem in self.problems]
         parts += [f'<div style="{_DIM}">note: {escape(note)}</div>' for note in self.notes]
@@ -129,29 +127,32 @@ def build_report(
 ) -> Report:
     """The report of a run from run.json and its three line files; also while the run goes on."""
     state = run.get("state") or "unknown"
-    history = _final_history(metrics)
-    ledger_history = _final_history(ledger)
+    history = _final_history(metrics, events)
+    ledger_history = _final_history(ledger, events)
     ends = [lines[-1]["step"] if lines else 0 for lines in (history, ledger_history)]
     # While the run goes on, one file may have been read a moment before the other.
     steps = max(ends) if state in ("finished", "stopped", "failed") else min(ends)
     history = [line for line in history if line["step"] <= steps]
-    audit = _audit(run, [line for line in ledger_history if line["step"] <= steps], steps)
+    audit = audit_samples(run, [line for line in ledger_history if line["step"] <= steps], steps)
     problems = list(audit.problems)
-    if silent := _silent(ledger_history, events):
-        problems.append(f"{_steps_text(silent)}: not reported by ranks that were never lost")
+    if silent := silent_steps(ledger_history, events):
+        problems.append(f"{steps_text(silent)}: not reported by ranks that were never lost")
     notes = list(audit.notes)
     notes += _not_replaced(run, events)
+    notes += [event["reason"] for event in events if event["kind"] == "straggler_detected" and event.get("reason")]
+    if skipped := {event.get("step") for event in events if event["kind"] == "nan_detected" and event.get("skipped")}:
+        notes.append(f"{steps_text(skipped)}: NaN or infinity in the gradient; these updates were skipped")
     if successors := sum(event["kind"] == "supervisor_started" for event in events):
         notes.append(f"the supervisor was lost and replaced {'once' if successors == 1 else f'{successors} times'}")
     if len(ledger_history) < len(ledger):
-        replaced = _count(len(ledger) - len(ledger_history), "ledger line")
+        replaced = count(len(ledger) - len(ledger_history), "ledger line")
         notes.append(f"{replaced} of earlier generations replaced by later ones")
 
     no_metrics = set(range(1, steps + 1)) - {line["step"] for line in history}
     if no_metrics:
-        problems.append(f"{_steps_text(no_metrics)}: no line in the metrics")
+        problems.append(f"{steps_text(no_metrics)}: no line in the metrics")
     if not_finite := {line["step"] for line in history if _loss_not_finite(line)}:
-        notes.append(f"{_steps_text(not_finite)}: the loss was not finite (NaN or infinity)")
+        notes.append(f"{steps_text(not_finite)}: the loss was not finite (NaN or infinity)")
     total_steps = run.get("total_steps")
     if state == "finished" and total_steps is not None and steps != total_steps:
         problems.append(f"the run is marked finished after {steps} of {total_steps} steps")
@@ -174,6 +175,7 @@ def build_report(
     ended = run.get("ended") or max(times, default=started)
     wall_s = max(0.0, ended - started)
     useful_s = useful_seconds(history)
+    lost_steps, lost_samples = lost_work(run, events)
     world_sizes = [line["world_size"] for line in history if line.get("world_size") is not None]
     return Report(
         name=run.get("name") or "run",
@@ -188,7 +190,10 @@ def build_report(
         world_size_start=run.get("num_ranks") or (world_sizes[0] if world_sizes else None),
         world_size_end=world_sizes[-1] if world_sizes else run.get("num_ranks"),
         generations=max((line.get("generation") or 0 for line in (*events, *metrics)), default=0),
-        failures=_failures(events),
+        failures=failures_of(run, events),
+        faults=faults_of(events),
+        lost_steps=lost_steps,
+        lost_samples=lost_samples,
         samples_expected=audit.expected,
         samples_used=audit.used,
         samples_repeated=audit.repeated,
@@ -208,8 +213,13 @@ def _loss_not_finite(line: Mapping[str, Any]) -> bool:
     return "loss" in line and line["loss"] is None and not str(line.get("loss_shares")).startswith("0/")
 
 
-def _final_history(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The lines that count, by step: a generation replaces all that earlier ones wrote from its start on."""
+def _final_history(lines: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The lines that count, by step: a generation replaces all that earlier ones wrote from its start on.
+
+    Where all went back, the steps that were undone do not count even if none of them was done again.
+    """
+    undone = [(event["generation"], event["first_step"]) for event in events if event["kind"] == "rolled_back"]
+    lines = [line for line in lines if not any(line["generation"] < g and line["step"] >= s for g, s in undone)]
     first_step: dict[int, int] = {}
     for line in lines:
         generation = line["generation"]
@@ -222,122 +232,6 @@ def _final_history(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]
     return sorted(
         (line for line in lines if line["step"] < end_step[line["generation"]]), key=lambda line: line["step"]
     )
-
-
-@dataclass
-class _Audit:
-    expected: int = 0
-    used: int = 0
-    missed: int = 0
-    repeated: int = 0
-    unverified: int = 0
-    problems: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-
-def _audit(run: Mapping[str, Any], lines: Sequence[Mapping[str, Any]], last_step: int) -> _Audit:
-    """Was every sample of steps 1..last_step used exactly once? Judged by intervals and by digests."""
-    audit = _Audit()
-    options = run.get("options") or {}
-    dataset_len, global_batch, seed = run.get("dataset_len"), options.get("global_batch"), options.get("seed")
-    if last_step == 0:
-        return audit
-    if not dataset_len or not global_batch or seed is None:
-        audit.problems.append(
-            "run.json lacks dataset_len, global_batch or seed: the samples cannot be checked"
-        )
-        return audit
-    wrong = defaultdict(list)  # what is wrong -> steps
-    unverified_steps = []
-    intervals = defaultdict(list)  # epoch -> intervals of its permutation that were used
-    num_lines = Counter(line["step"] for line in lines)
-    wrong["no line in the ledger"] = [step for step in range(1, last_step + 1) if step not in num_lines]
-    wrong["more than one line of the same generation"] = [step for step, n in num_lines.items() if n > 1]
-    for line in lines:
-        step, epoch, start, stop = line["step"], line["epoch"], line["start"], line["stop"]
-        batch = batch_at(step, dataset_len, global_batch)
-        if (batch.epoch, batch.start, batch.stop) != (epoch, start, stop):
-            wrong["not the samples that belong to the step"].append(step)
-        covered, num_unverified = _covered_by_digest(line)
-        num_used = sum(line["shares"].values())
-        if num_unverified:
-            unverified_steps.append(step)
-            audit.unverified += num_unverified
-        elif num_used != stop - start:
-            wrong["the shares do not add up to the batch"].append(step)
-            continue
-        if covered is not None:
-            order = permutation(dataset_len, seed, epoch)
-            indices = (index for first, end in covered for index in order[first:end])
-            if digest_hex(digest(indices)) != line["digest"]:
-                wrong["the ranks fetched other samples than planned (digest mismatch)"].append(step)
-                continue
-        audit.used += num_used
-        intervals[epoch].append((start, stop))
-    audit.problems += [f"{_steps_text(steps)}: {what}" for what, steps in wrong.items() if steps]
-    if unverified_steps:
-        samples = _count(audit.unverified, "sample")
-        audit.notes.append(
-            f"{_steps_text(unverified_steps)}: {samples} used by ranks that were lost before they reported "
-            "which; counted as used, not verified"
-        )
-
-    audit.expected = samples_through(last_step, dataset_len, global_batch)
-    last = batch_at(last_step, dataset_len, global_batch)
-    for epoch in {*intervals, *range(1, last.epoch + 1)}:
-        expected = dataset_len if epoch < last.epoch else last.stop if epoch == last.epoch else 0
-        position = 0
-        for start, stop in sorted(intervals[epoch]):
-            audit.missed += max(0, start - position)
-            audit.repeated += max(0, min(stop, position) - start)
-            position = max(position, stop)
-        audit.missed += max(0, expected - position)
-    return audit
-
-
-def _silent(ledger: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]]) -> set[int]:
-    """Steps whose share somebody did not report who was not lost in that generation: reports have been missed."""
-    lost = {(str(event.get("rank")), event["generation"]) for event in events if event["kind"] == "rank_failed"}
-    return {
-        line["step"] for line in ledger for rank in line.get("unreported", ())
-        if (str(rank), line["generation"]) not in lost
-    }
-
-
-def _covered_by_digest(line: Mapping[str, Any]) -> tuple[list[tuple[int, int]] | None, int]:
-    """The positions that the line's digest should cover (None: cannot tell), and how many it does not."""
-    start, stop, shares = line["start"], line["stop"], line["shares"]
-    num_reported, _, num_members = line["shares_reported"].partition("/")
-    if num_reported == num_members:
-        return [(start, stop)], 0
-    unreported = {str(rank) for rank in line.get("unreported", ())}
-    if not unreported <= shares.keys() or not unreported or sum(shares.values()) != stop - start:
-        return None, stop - start
-    covered = []
-    for (
-        rank,
-        num_samples,
-    ) in shares.items():  # in torch-rank order, the order in which the batch is shared out
-        if rank not in unreported:
-            covered.append((start, start + num_samples))
-        start += num_samples
-    return covered, sum(shares[rank] for rank in unreported)
-
-
-def _failures(events: Sequence[Mapping[str, Any]]) -> list[Failure]:
-    failures = []
-    for place, event in enumerate(events):
-        if event["kind"] != "rank_failed":
-            continue
-        rank = event.get("rank")
-        later = (e for e in events[place + 1 :] if e["kind"] == "recovered")
-        recovered = next((e for e in later if rank in e.get("ranks", (rank,))), {})
-        figures = {name: recovered.get(name) for name in (*_PHASES, "lost_steps")}
-        kind = event.get("failure") or "unknown"
-        step = event.get("step") or recovered.get("step")  # lost between two steps: the one it was missed in
-        rejoined_s = _rejoined_s(events[place + 1 :], rank, event["time"], recovered)
-        failures.append(Failure(kind, rank, step, event.get("reason") or "", **figures, rejoined_s=rejoined_s))
-    return failures
 
 
 def _not_replaced(run: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -355,18 +249,6 @@ def _not_replaced(run: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -
         return []
     ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, sorted(missing)))}"
     return [refused[-1] if refused else f"the run ended before {ranks} had been replaced"]
-
-
-def _rejoined_s(
-    later: Sequence[Mapping[str, Any]], rank: Any, failed: float, recovered: Mapping[str, Any]
-) -> float | None:
-    """How long the slot was empty: from the fault itself, where that is known, else from its detection."""
-    for event in later:
-        if event.get("rank") == rank and event["kind"] == "rank_failed":
-            return None
-        if event.get("rank") == rank and event["kind"] == "rank_joined":
-            return max(0.0, event["time"] - failed + (recovered.get("detect_s") or 0.0))
-    return None
 
 
 def _ending(run: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> str:
@@ -398,7 +280,7 @@ def _title(report: Report) -> str:
 def _failure_rows(report: Report) -> list[list[str]]:
     rows = []
     for failure in report.failures:
-        phases_s = [getattr(failure, name) for name in _PHASES]
+        phases_s = [getattr(failure, name) for name in PHASES]
         times = ["-" if phase_s is None else f"{1000 * phase_s:.1f}" for phase_s in phases_s]
         others = [failure.step, failure.rank, failure.kind, failure.lost_steps]
         step, rank, kind, lost_steps = ("-" if value is None else str(value) for value in others)
@@ -410,16 +292,40 @@ def _cause(failure: Failure) -> str:
     ending = "" if failure.mttr_s is not None else " (no recovery followed)"
     where = "" if failure.step is None else f"step {failure.step}, "
     back = "" if failure.rejoined_s is None else f" Its place was taken after {failure.rejoined_s:.2f} s."
-    return f"{where}rank {failure.rank}: {_one_line(failure.reason) or failure.kind}{ending}{back}"
+    who = "all ranks" if failure.rank is None else f"rank {failure.rank}"
+    injected = f" (injected: {failure.injected})" if failure.injected else ""
+    return f"{where}{who}: {one_line(failure.reason) or failure.kind}{injected}{ending}{back}"
+
+
+def _odd_faults(report: Report) -> list[str]:
+    """Injected faults that cost no rank, and planned ones that did not happen: nobody would miss them otherwise."""
+    lines = []
+    for fault in report.faults:
+        if fault.fired and fault.outcome.startswith("found"):
+            continue
+        step = "" if fault.step is None else f" in step {fault.step}"
+        who = "" if fault.rank is None else f" on rank {fault.rank}"
+        lines.append(f"injected {fault.kind}{who}{step}: {fault.outcome}" if fault.fired else fault.outcome)
+    return lines
 
 
 def _summary_rows(report: Report) -> list[tuple[str, str]]:
     rows = []
     if report.world_size_start is not None:
         sizes = f"{report.world_size_start} at the start, {report.world_size_end} at the end"
-        rows.append(("ranks", f"{sizes}, {_count(report.generations, 'generation')}"))
+        rows.append(("ranks", f"{sizes}, {count(report.generations, 'generation')}"))
     if report.final_loss is not None:
         rows.append(("final loss", f"{report.final_loss:.6g}"))
+    kinds = by_kind(report.failures)
+    if len(report.failures) > 1:
+        words = (f"{n} × {kind}" + ("" if s is None else f" (median {s:.3f} s)") for kind, n, s in kinds)
+        rows.append(("failures", ", ".join(words)))
+    if len(report.faults) > 1:
+        rows.append(("faults", summary_of(report.faults)))
+    if report.failures:
+        rows.append(
+            ("lost work", f"{count(report.lost_steps, 'step')} ({count(report.lost_samples, 'sample')}) done again")
+        )
     samples = (
         f"{report.samples_expected} expected, {report.samples_used} used, "
         f"{report.samples_repeated} repeated, {report.samples_missed} missed"
@@ -431,10 +337,10 @@ def _summary_rows(report: Report) -> list[tuple[str, str]]:
         rows.append(("weights", "not compared"))
     else:
         verdict = "equal" if report.weights_agree else "NOT equal"
-        ranks = f" on {_count(report.weights_ranks, 'rank')}" if report.weights_ranks else ""
+        ranks = f" on {count(report.weights_ranks, 'rank')}" if report.weights_ranks else ""
         rows.append(("weights", f"{verdict}{ranks}, sha256 {report.weights_digest[:16]}"))
     if report.problems:
-        checks = f"{_count(len(report.problems), 'problem')}, see below"
+        checks = f"{count(len(report.problems), 'problem')}, see below"
     else:
         checks = "all hold" if report.ok else "samples hold, weights not compared yet"
     rows.append(("checks", checks))
@@ -457,25 +363,3 @@ def _html_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
         "<tr>" + "".join(f"<td {cell}>{escape(value)}</td>" for value in row) + "</tr>" for row in rows
     )
     return f'<table style="border-collapse: collapse; margin: 6px 0">{head}{body}</table>'
-
-
-def _steps_text(steps: Iterable[int], limit: int = 6) -> str:
-    """Step numbers in words, runs joined: "steps 3, 7-9"."""
-    runs: list[list[int]] = []
-    for step in sorted(set(steps)):
-        if runs and step == runs[-1][1] + 1:
-            runs[-1][1] = step
-        else:
-            runs.append([step, step])
-    texts = [f"{first}" if first == last else f"{first}-{last}" for first, last in runs[:limit]]
-    more = sum(last - first + 1 for first, last in runs[limit:])
-    plural = len(runs) > 1 or runs[0][0] != runs[0][1]
-    return f"step{'s' * plural} {', '.join(texts)}" + (f" and {more} more" if more else "")
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())

@@ -142,6 +142,10 @@ def _facts(info: Mapping[str, Any]) -> list[str]:
         facts.append(f"global batch {info['global_batch']}")
     if failures := info.get("failures"):
         facts.append(f"{count(failures, 'rank')} lost")
+    if chaos := info.get("chaos"):
+        facts.append(
+            f"chaos every {chaos['mtbf_s']:g} s on average ({chaos['injected']} injected, {chaos['spared']} spared)"
+        )
     return facts
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from ftnb.magics import (
+    ft_chaos,
     ft_cluster,
     ft_events,
     ft_inject,
     ft_logs,
     ft_pause,
     ft_report,
+    ft_stacks,
     ft_status,
     ft_stop,
     ft_train,
@@ -19,8 +21,8 @@ from ftnb.magics import (
 )
 
 COMMANDS = (
-    ft_cluster, ft_train, ft_status, ft_wait, ft_pause, ft_unpause, ft_stop, ft_inject, ft_events, ft_report,
-    ft_logs,
+    ft_cluster, ft_train, ft_status, ft_wait, ft_pause, ft_unpause, ft_stop, ft_inject, ft_chaos, ft_events,
+    ft_report, ft_logs, ft_stacks,
 )  # fmt: skip
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ftnb.client.faults import FAULT_OPTIONS, FAULTS, LATER_FAULT_KEYWORDS, LATER_FAULTS
-from ftnb.client.options import Option, later_flags
+from ftnb.client.faults import FAULT_OPTIONS, KIND_NAMES, check_fault, list_rows
+from ftnb.client.options import Option
 from ftnb.display.table import text_table
 from ftnb.errors import UsageError
 from ftnb.magics import current
@@ -12,9 +12,8 @@ from ftnb.magics.arguments import Command, parse
 COMMAND = Command(
     "ft_inject",
     "make a fault happen, now or later",
-    (*FAULT_OPTIONS, Option("list", bool, False, "the kinds of faults")),
+    (*FAULT_OPTIONS, Option("list", bool, False, "the kinds of faults, how each is found and what the run does")),
     positional="KIND",
-    later_flags=later_flags(LATER_FAULT_KEYWORDS),
 )
 
 
@@ -22,11 +21,12 @@ def run(line: str) -> None:
     parsed = parse(COMMAND, line)
     if parsed.help:
         return
-    if parsed.get("list"):
-        later = [(kind, f"{words} (not available yet)") for kind, words in LATER_FAULTS.items()]
-        print("\n".join(text_table(("kind", "what happens"), [*FAULTS.items(), *later])))
+    if parsed.values.pop("list", None):
+        header = ("kind", "what happens → how it is found → what the run does", "also")
+        print("\n".join(text_table(header, list_rows())))
+        print("All of them take --rank R and one of --at-step S, --after SECONDS, --probability P [--seed N].")
         return
     if not parsed.words:
-        raise UsageError(f"%ft_inject needs a kind of fault: {', '.join(FAULTS)}. All: %ft_inject --list")
-    parsed.values.pop("list", None)
+        raise UsageError(f"%ft_inject needs a kind of fault: {', '.join(KIND_NAMES)}. More: %ft_inject --list")
+    check_fault(parsed.words[0], parsed.values)  # a wrong wish is told before a missing cluster
     print(current.run().inject(parsed.words[0], **parsed.values)["reason"])

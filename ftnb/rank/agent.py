@@ -19,6 +19,7 @@ from ftnb.rank import cut, faults, stacks
 from ftnb.rank.deadman import DeadManTimer
 from ftnb.rank.orders import Fault, Orders
 from ftnb.wire import messages, proc, reaper, sockets
+from ftnb.wire.letters import Received, Sent
 
 BEAT_S = 0.1
 # A supervisor is silent when it is busy for a moment, or gone; then its successor may be somewhere else.
@@ -29,8 +30,9 @@ ALONE_EXTRA_S = 20.0
 BEAT_AFTER_WORD_S = 5.0
 # Where Python cannot run, `_end_alone` cannot either: then the kernel ends this process, later than that.
 DEAD_MAN_EXTRA_S = 10.0
-# As long as a supervisor lets Python be silent while a cell runs or a generation begins (see the design, "detection").
+# As long as a supervisor lets Python be silent while a cell runs, or in the first step of a generation.
 FIRST_STEP_S = 300.0
+PATIENT_PLACES = ("evaluate", "save")
 # A supervisor answers within moments that it has recorded an injected fault, or the fault is forgotten.
 RECORDED_WITHIN_S = 5.0
 
@@ -54,7 +56,11 @@ class Agent:
         os.set_blocking(self._wake_write, False)
         self._last_word = time.monotonic()
         self._term = 0
+        self._first_step = 0  # of the generation
         self._beats = 0
+        self._received = Received()
+        # What must arrive at the supervisor: one stream for each socket, since these overtake each other.
+        self.sent = {stream: Sent(stream) for stream in ("agent", "work")}
         self._memory = _own_memory_file()
         self._dead_man = DeadManTimer()
         self._dead_man_set = -1.0
@@ -143,15 +149,18 @@ class Agent:
             self._set_dead_man()
         heard, self._leaked = [*self._leaked, message], []
         for order in heard:
-            if order.get("term", 0) >= self._term:  # else from a supervisor that has been replaced
-                self._term = order.get("term", 0)
+            if order.get("term", 0) > self._term:
+                self._term, self._received = order["term"], Received()
+            # Else from a supervisor that has been replaced, or out of turn.
+            if order.get("term", 0) == self._term and self._received.is_next(order):
                 self._obey(sock, order)
 
     def _set_dead_man(self) -> None:
         """Time for `_end_alone` first, and for what a supervisor that is there would put up with."""
         self._dead_man_set = time.monotonic()
-        patience_s = FIRST_STEP_S
-        if (training := self.training) is not None and training.stage == "training":
+        training, patience_s = self.training, FIRST_STEP_S
+        goes_on = training is not None and training.stage == "training" and training.committed >= self._first_step
+        if goes_on and (self._place() or (None,))[0] not in PATIENT_PLACES:
             patience_s = training.options.get("hang_timeout_s") or 0.0
         self._dead_man.set(max(self._linger_s + ALONE_EXTRA_S, patience_s) + DEAD_MAN_EXTRA_S)
 
@@ -179,7 +188,8 @@ class Agent:
             sock.connect(found.url(found.rank_port))
 
     def _send(self, sock: zmq.Socket, op: str, **fields: Any) -> None:
-        sock.send_multipart(messages.encode({"op": op, "rank": self.rank, **fields}))
+        message = {"op": op, "rank": self.rank, **fields}
+        sock.send_multipart(messages.encode(self.sent["agent"].numbered(message, time.monotonic())))
 
     def _beat(self, sock: zmq.Socket) -> None:
         self._beats += 1
@@ -188,6 +198,7 @@ class Agent:
         self._send(
             sock, "beat", phase=self.phase, step=self._step(), term=self._term, n=self._beats, at=now, place=place,
             place_step=place_step, place_s=round(now - since, 3), rss_mb=self._rss_mb(),
+            heard=self._received.heard, told={stream: sent.last for stream, sent in self.sent.items()},
         )
 
     def _step(self) -> int | None:
@@ -224,6 +235,7 @@ class Agent:
             if self.training is not None:
                 self.training.abort()
         elif op == "go":
+            self._first_step = message["first_step"]
             self.orders.go(message)
         elif op == "hold":
             accepted, step = self.orders.hold(message["hold_id"], message["after_step"])
@@ -247,6 +259,12 @@ class Agent:
             self._plan_fault(sock, message)
         elif op == "fault_go":
             self._allow_fault(message["fault_id"])
+        elif op == "beat_seen":
+            for stream, heard in message.get("heard", {}).items():
+                self.sent[stream].arrived(heard or 0)
+        elif op == "again":
+            for lost in self.sent[message["stream"]].again(message["after"]):
+                sock.send_multipart(messages.encode(lost))
         elif op == "stacks":
             self._send(sock, "stacks", id=message["id"], **self._stands())
         elif op == "weights":

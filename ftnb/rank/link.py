@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import time
 from pathlib import Path
@@ -19,6 +20,7 @@ from ftnb.rank.orders import Orders, Superseded
 from ftnb.wire import messages, sockets
 from ftnb.wire.ring import RingWriter
 
+ASK_AGAIN_S = 1.0
 MAX_LOG_CHARS = 20_000  # of one line
 
 __all__ = ["Superseded", "WorkLink"]
@@ -53,7 +55,8 @@ class WorkLink:
     def tell(self, op: str, **fields: Any) -> None:
         if self._connection is not self._agent.connection:
             self._follow()
-        self._control.send_multipart(messages.encode({"op": op, "rank": self.rank, **fields}))
+        message = {"op": op, "rank": self.rank, **fields}
+        self._control.send_multipart(messages.encode(self._agent.sent["work"].numbered(message, time.monotonic())))
 
     def report(self, record: list[Any]) -> None:
         """One record about a step; see `Supervisor._report` for its fields."""
@@ -65,11 +68,16 @@ class WorkLink:
             self.report(["log", self.rank, time.time(), text[:MAX_LOG_CHARS] + cut])
 
     def ask_store(self, generation: int, command: str, **args: Any) -> dict[str, Any]:
-        """One store request of `generation`; raises `Superseded` as soon as a newer one is wanted."""
-        number = next(self._ids)
-        self.tell("store", id=number, generation=generation, command=command, **args)
+        """One store request of `generation`; raises `Superseded` as soon as a newer one is wanted.
+
+        Asked again now and then: a request or an answer may be lost with a connection. The store does it only once.
+        """
+        number, asked = next(self._ids), -math.inf
         while True:
             self._orders.check(generation)
+            if time.monotonic() - asked > ASK_AGAIN_S:
+                asked = time.monotonic()
+                self.tell("store", id=number, generation=generation, command=command, **args)
             if not self._control.poll(20):
                 continue
             reply = messages.decode(self._control.recv_multipart())

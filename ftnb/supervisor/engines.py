@@ -284,8 +284,9 @@ class Engines:
         """The end of what the engine's process (or its launcher's command) wrote to its own stdout and stderr."""
         if self._profile is not None and self._profile.has_launcher:
             return self._profile.output_of(key, chars)
-        with contextlib.suppress(OSError):
-            return self._output_file(key).read_text(errors="replace")[-chars:]
+        with contextlib.suppress(OSError), open(self._output_file(key), "rb") as stream:
+            stream.seek(max(0, stream.seek(0, os.SEEK_END) - chars))
+            return stream.read().decode(errors="replace")
         return ""
 
     def _output_file(self, key: str) -> Path:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ftnb.core import keeper, protocol
 from ftnb.errors import ClusterError
-from ftnb.supervisor import joining
+from ftnb.supervisor import joining, lastwords
 from ftnb.supervisor.ranks import Slot
 from ftnb.wire import proc
 from ftnb.wire.records import RANK, SPARE
@@ -34,6 +34,8 @@ START_TIMEOUT_S = 120.0
 NOT_ENTERED = 1 << 60
 # A replacement is started when the survivors have recovered, or have tried for so long.
 RECOVERY_FIRST_S = 0.3
+# A process that is still there so long after SIGKILL hangs in the kernel; nobody waits for it any longer.
+FENCE_LIMIT_S = 5.0
 
 
 class Fleet:
@@ -51,6 +53,8 @@ class Fleet:
         self.changed = asyncio.Event()
         self.engines: Engines | None = None
         self._keeper = keeper.State()
+        self._by_pid: dict[int, Slot] = {}
+        self.oom_kills = lastwords.OomKills()
         self._next_number = 1
         self._lost_at = 0.0
 
@@ -161,10 +165,19 @@ class Fleet:
         return [*self.ranks.values(), *self.pool, *self.retired]
 
     def by_pid(self, pid: int) -> Slot | None:
-        for slot in (*self.ranks.values(), *self.pool):
-            if slot.process is not None and slot.process.pid == pid:
-                return slot
-        return None
+        """Who has this pid and belongs to the cluster still: asked for each message, so what was found is kept."""
+        slot = self._by_pid.get(pid)
+        if slot is None or slot.process is None or slot.process.pid != pid or not self._belongs(slot):
+            places = (*self.ranks.values(), *self.pool)
+            slot = next((s for s in places if s.process is not None and s.process.pid == pid), None)
+            if slot is None:
+                self._by_pid.pop(pid, None)
+                return None
+            self._by_pid[pid] = slot
+        return None if slot.cut_off else slot
+
+    def _belongs(self, slot: Slot) -> bool:
+        return self._fills_slot(slot) or slot in self.pool
 
     def by_key(self, key: str) -> Slot | None:
         return next((slot for slot in self.slots() if slot.key == key), None)
@@ -180,14 +193,20 @@ class Fleet:
                 if coming is not None:
                     shown.add(coming.key)
                     state = "starting" if coming.state == "starting" else "joining"
-                    entries.append(coming.status(now) | {"rank": rank, "state": state})
+                    entries.append(self._status(coming, now) | {"rank": rank, "state": state})
                     continue
             empty = {"engine": None, "pid": None, "host": None, "state": "failed", "step": None}
             entries.append(
-                slot.status(now) if slot is not None
-                else {"rank": rank, **empty, "heartbeat_age_s": None, "phi": None, "problem": self.given_up.get(rank)}
+                self._status(slot, now) if slot is not None
+                else {"rank": rank, **empty, **dict.fromkeys(("heartbeat_age_s", "phi", "place", "step_s")),
+                      "problem": self.given_up.get(rank)}
             )
-        return entries + [slot.status(now) for slot in self.pool if slot.key not in shown]
+        return entries + [self._status(slot, now) for slot in self.pool if slot.key not in shown]
+
+    def _status(self, slot: Slot, now: float) -> dict[str, Any]:
+        run = self._supervisor.going_run
+        step_s = run.typical_step_s(slot.rank) if run is not None and slot.rank is not None else None
+        return slot.status(now, self._supervisor.rank_socket.links, step_s)
 
     # --- the pool
 
@@ -285,7 +304,7 @@ class Fleet:
         """No run goes on: fill vacant slots with what is ready; what is too much is ended."""
         if self._supervisor.going_run is not None:
             return
-        for slot in [s for s in self.pool if s.state == "spare" and s.agent is not None]:
+        for slot in [s for s in self.pool if s.state == "spare" and s.agent is not None and not _is_stopped(s)]:
             if slot.intended in self.vacant or self.vacant:
                 rank = slot.intended if slot.intended in self.vacant else min(self.vacant)
                 self._put(slot, rank)
@@ -329,10 +348,13 @@ class Fleet:
     def take_spare(self, rank: int, run_name: str) -> None:
         """The planner gives `rank` to somebody who has run the cell."""
         ready = [s for s in self.pool if s.loaded == run_name and s.agent is not None]
-        slot = min(ready, key=lambda s: (s.intended != rank, s.intended is not None))
+        slot = min(ready, key=lambda s: (_is_stopped(s), s.intended != rank, s.intended is not None))
         self._put(slot, rank)
         # Which step it enters with is known when it does.
         slot.state, slot.joined_step, slot.joined_run = "joining", NOT_ENTERED, run_name
+        if _is_stopped(slot):  # not found by the watcher yet; as a member it would keep all others waiting
+            slot.problem, slot.state = "it had been stopped (SIGSTOP) while it was a spare", "failed"
+            self.kill_slot(slot)
         self._supervisor.office.save_cluster()
 
     def release(self, ranks: tuple[int, ...]) -> None:
@@ -450,7 +472,7 @@ class Fleet:
             return
         if slot not in self.pool and not self._fills_slot(slot):
             return  # retired
-        failure, words = proc.describe_exit(status)
+        failure, words = lastwords.describe(status, slot.memory, self.oom_kills.rise())
         if pid == 0:
             words = f"the command of the profile's launcher ended before an engine came from it: {words}"
         was, slot.state, slot.agent = slot.state, "failed", None
@@ -462,6 +484,9 @@ class Fleet:
             failure = "kill" if status is None else failure
         log.info("%s (rank %s, pid %d) is gone, it was %s: %s", slot.key, slot.rank, pid, was, words)
         self._supervisor.drain(slot)
+        if slot.fault_time is None and self.engines is not None:
+            printed = list(slot.printed)
+            slot.last_output = printed + lastwords.last_lines(self.engines.output_of(slot.key), but_not=printed)
         if slot in self.pool:
             self._pool_lost(slot, was, words)
         else:
@@ -491,6 +516,15 @@ class Fleet:
             run.emit("spare_lost", text, rank=slot.intended)
             if slot.loaded == run.name:
                 run.handle(protocol.SpareLost())
+
+    def condemn(self, slot: Slot, reason: str) -> None:
+        """It does not answer while it has nothing to do (or is not in the run that goes on): it is ended."""
+        was, slot.problem, slot.state = slot.state, f"It {reason}.", "failed"
+        self.kill_slot(slot)
+        if slot in self.pool:
+            self._pool_lost(slot, was, f"it {reason}")
+        else:
+            self.note(f"Rank {slot.rank} {reason}. It is ended.")
 
     def kill_slot(self, slot: Slot, signum: int = signal.SIGKILL) -> None:
         if slot.process is not None:
@@ -543,8 +577,22 @@ class Fleet:
             self._supervisor.own_fault(error)
 
     async def _end_all_of(self, slot: Slot) -> None:
+        deadline = time.monotonic() + FENCE_LIMIT_S
         while self.kill_all_of(slot):
+            if time.monotonic() > deadline:
+                self._cut_off(slot)
+                return
             await asyncio.sleep(0.003)
+
+    def _cut_off(self, slot: Slot) -> None:
+        """SIGKILL will end it when the kernel lets it go (a dead disk or NFS server, say), and before it can do
+        anything more. Nobody waits for that: what it may have said is not heard, and the store refuses its generation.
+        """
+        slot.cut_off = True
+        who = f"Rank {slot.rank}" if slot.rank is not None else "A process without a slot"
+        pid = slot.process.pid if slot.process is not None else "none"
+        self.note(f"{who} (pid {pid}) has not ended {FENCE_LIMIT_S:g} s after SIGKILL: the kernel does not let it go "
+                  "(state D in ps). It is cut off, and will end by itself.")
 
     def _forget(self, slot: Slot) -> None:
         if slot in self.retired:
@@ -552,6 +600,9 @@ class Fleet:
         if slot.ring is not None:
             slot.ring.close()
             slot.ring = None
+        if slot.process is not None:
+            self._by_pid.pop(slot.process.pid, None)
+            self._supervisor.rank_socket.links.forget(f"agent-{slot.process.pid}".encode())
         self._supervisor.office.records.compact()
 
     def close(self) -> None:
@@ -571,7 +622,7 @@ class Fleet:
     def run_ended(self, vacant: frozenset[int], members: frozenset[int]) -> None:
         self._let_leave(members)
         for slot in self.ranks.values():
-            slot.fault_time = slot.joined_step = None
+            slot.fault = slot.fault_time = slot.joined_step = None
         for slot in self.pool:
             if slot.loaded is not None:
                 slot.loaded = None
@@ -599,3 +650,7 @@ class Fleet:
 
     def tell(self, slot: Slot, op: str, **fields: Any) -> None:
         self._supervisor.tell(slot, op, **fields)
+
+
+def _is_stopped(slot: Slot) -> bool:
+    return slot.process is not None and proc.is_stopped(slot.process.pid) is True

@@ -88,13 +88,32 @@ async def stop_run(supervisor: Supervisor, run: str | None = None, save: bool = 
 
 async def inject(
     supervisor: Supervisor, kind: str, rank: int | None = None, at_step: int | None = None,
-    after_s: float | None = None, run: str | None = None, **_: Any,
+    after_s: float | None = None, duration_s: float | None = None, factor: float | None = None,
+    probability: float | None = None, seed: int | None = None, run: str | None = None, **_: Any,
 ) -> dict[str, Any]:
-    if kind != "kill":
-        raise UsageError(f"The fault kind {kind!r} is not available yet; this version injects 'kill'.")
     if rank is not None and rank not in supervisor.ranks:
         raise UsageError(f"There is no rank {rank}: this cluster has ranks 0 to {supervisor.num_ranks - 1}.")
-    return await going_run(supervisor, run).faults.inject(kind, rank, at_step, after_s)
+    return await going_run(supervisor, run).faults.inject(
+        kind, rank, at_step=at_step, after_s=after_s, duration_s=duration_s, factor=factor, probability=probability,
+        seed=seed,
+    )
+
+
+async def chaos(
+    supervisor: Supervisor, mtbf_s: float, kinds: list[str] | None = None, for_s: float | None = None, seed: int = 0,
+    no_mercy: bool = False, run: str | None = None, **_: Any,
+) -> dict[str, Any]:
+    return going_run(supervisor, run).chaos.start(mtbf_s, kinds, for_s, seed, no_mercy)
+
+
+async def chaos_stop(supervisor: Supervisor, run: str | None = None, **_: Any) -> dict[str, Any]:
+    return going_run(supervisor, run).chaos.stop()
+
+
+async def stacks(supervisor: Supervisor, run: str | None = None, **_: Any) -> dict[str, Any]:
+    """Where the training thread of each rank stands: `place`, `step` and `stack`, or a `problem`."""
+    found = await going_run(supervisor, run).stacks()
+    return {"ranks": {str(rank): answer for rank, answer in found.items()}}
 
 
 async def resize(supervisor: Supervisor, num_ranks: int, run: str | None = None, **_: Any) -> dict[str, Any]:
@@ -174,7 +193,7 @@ def call_load_off(supervisor: Supervisor) -> None:
 HANDLERS: dict[str, Callable[..., Awaitable[dict[str, Any]]]] = {
     handler.__name__: handler
     for handler in (
-        hello, ping, status, train, run_info, wait, pause, unpause, stop_run, inject, resize, prepare_weights,
-        stop_cluster,
+        hello, ping, status, train, run_info, wait, pause, unpause, stop_run, inject, chaos, chaos_stop, resize,
+        prepare_weights, stop_cluster, stacks,
     )
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -15,9 +16,12 @@ from ftnb.core import planner, protocol, sampler
 from ftnb.core.events import make_event
 from ftnb.core.ledger import Line, StepAssembler
 from ftnb.core.report import useful_seconds
+from ftnb.core.stragglers import Stragglers
 from ftnb.errors import RunError
 from ftnb.supervisor import joining
+from ftnb.supervisor.chaos import Chaos
 from ftnb.supervisor.faults import Faults
+from ftnb.supervisor.pace import Pace, milliseconds
 from ftnb.supervisor.recorder import Recorder
 
 if TYPE_CHECKING:
@@ -26,6 +30,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("ftnb.runs")
 
 ENDED = ("finished", "stopped", "failed")
+NO_STACK = "It does not answer: it holds the interpreter lock, or is stopped."
 
 # Transitions that need not be on record: a successor hears of them again, from the ranks or their reports.
 _TOLD_AGAIN = (
@@ -33,6 +38,17 @@ _TOLD_AGAIN = (
     protocol.RankHeld, protocol.RankFinished,
 )
 _INWARD = (protocol.Emit, protocol.OpenGeneration, protocol.CloseGeneration, protocol.End)
+
+
+def _strategy(options: Mapping[str, Any]) -> dict[str, Any]:
+    """What the planner is told of a run's options."""
+    recovery, on_nan = options["recovery"], options.get("on_nan", "stop")
+    strategy: dict[str, Any] = {"refill": recovery in ("replace", "restart")}
+    if recovery == "restart":
+        strategy["restart"] = True
+    if on_nan != "stop":
+        strategy["on_nan"] = on_nan
+    return strategy
 
 
 class ActiveRun:
@@ -62,12 +78,16 @@ class ActiveRun:
         self.failures = 0
         self.changed = asyncio.Event()  # set and replaced whenever something that people wait for happens
         self.recent: deque[str] = deque(maxlen=12)
-        self.faults = Faults(supervisor, self)
+        self.faults, self.chaos = Faults(supervisor, self), Chaos(supervisor, self)
         self._digests: dict[int, str] = {}
-        self._steps_s: deque[tuple[float, int]] = deque(maxlen=50)  # (commit time, step)
+        self.pace = Pace()
+        self._stragglers = Stragglers()
+        # How large the shares were that each process (by its key) has done a step with: see `is_first`.
+        self._sizes_done: dict[str, set[int]] = {}
+        self._skipped: dict[int, dict[int, tuple[str, bool]]] = {}  # by step and rank: (where, whether it is a source)
         self._useful_s = 0.0
         self._last_commit: float | None = None
-        self._state = planner.new(self.total_steps, refill=self.options["recovery"] == "replace")
+        self._state = planner.new(self.total_steps, **_strategy(self.options))
         self._open_generation, self._open_members, self._open_first = 0, (), 1
         self._evaluated_step = 0
         self._flushed_step = 0
@@ -95,7 +115,7 @@ class ActiveRun:
     def record(self) -> dict[str, Any]:
         """What changes; together with the files of the run it is all that a successor needs to go on."""
         return {
-            "planner": planner.to_json(self._state), "faults": self.faults.record(),
+            "planner": planner.to_json(self._state), "faults": self.faults.record(), "chaos": self.chaos.record(),
             "books": [self._open_generation, list(self._open_members), self._open_first],
             "state": self.state, "reason": self.reason, "error": self.error, "ended": self.ended,
             "evaluated_step": self._evaluated_step, "no_joining": self.no_joining,
@@ -141,6 +161,7 @@ class ActiveRun:
             self._recorder.close()
         else:
             self.faults.restore(record["faults"])
+            self.chaos.restore(record["chaos"])
 
     def adopted(self, standing: dict[int, protocol.Standing], digests: dict[int, str], reason: str) -> None:
         """A new supervisor has found its ranks: go on."""
@@ -229,16 +250,21 @@ class ActiveRun:
         self._write(self._assembler.fetched(generation, step, rank, samples, digest, loss, weight, scalars))
 
     def committed(self, record: list[Any]) -> None:
-        _, generation, step, rank, when, lr, norm, step_s, *_ = record
+        _, generation, step, rank, when, lr, norm, step_s, *own_s = record
+        if generation == self._open_generation:
+            self._sizes_done.setdefault(self._supervisor.ranks[rank].key, set()).add(self._share_size(rank, step))
+            if own_s:
+                self._stragglers.step(step, rank, own_s[0])
         # The books' generation, not the planner's: commits may still come in when the next one is being formed.
         if generation == self._open_generation and step > self.step:
             first, self.step = self.step == 0, step
             if first:
                 self.state = self._shown_state()
                 self._write_run()
-            self._steps_s.append((when, step))
+            self.pace.committed(when, step)
             if first:
                 self.notify()
+        self.faults.moved(rank, when)
         self._write(self._assembler.committed(generation, step, rank, when, lr, norm, step_s))
         if step > self._state.committed:
             self.handle(protocol.StepCommitted(rank, generation, step, when))
@@ -246,6 +272,30 @@ class ActiveRun:
     def evaluated(self, step: int, scalars: dict[str, float]) -> None:
         self._evaluated_step = max(self._evaluated_step, step)
         self._write(self._assembler.evaluated(step, scalars))
+
+    def update_skipped(self, record: list[Any]) -> None:
+        """The gradient of a step was not finite, and its update is not made (`on_nan` is skip)."""
+        _, generation, step, rank, where, source = record
+        if generation != self._open_generation:
+            return
+        told = self._skipped.setdefault(step, {})
+        told[rank] = (where, source)
+        if told.keys() >= self.living:
+            self._tell_skipped(step)
+
+    def _tell_skipped(self, step: int) -> None:
+        told = self._skipped.pop(step)
+        sources = sorted(rank for rank, (_, source) in told.items() if source)
+        where = {told[rank][0] for rank in sources or told} - {""}
+        if not sources:
+            words = f"{' and '.join(sorted(where)) or 'the sum over all ranks'} was not finite, on no rank alone"
+        else:
+            names = f"rank{'s' if len(sources) > 1 else ''} {', '.join(map(str, sources))}"
+            words = f"{' and '.join(sorted(where)) or 'the gradient'} was not finite on {names}"
+        self.emit(
+            "nan_detected", f"Step {step}: {words}. The update of this step is skipped.",
+            rank=sources[0] if len(sources) == 1 else None, step=step, ranks=sources, skipped=True,
+        )
 
     def log(self, rank: int, when: float, text: str) -> None:
         if not self.is_over:
@@ -258,6 +308,34 @@ class ActiveRun:
             self._write(self._assembler.lost(rank))
         self.handle(protocol.RankDied(rank, failure, reason, fault_time))
 
+    def condemn(
+        self, rank: int, failure: str, reason: str, fault_time: float, fields: Mapping[str, Any] | None = None
+    ) -> None:
+        """The others cannot go on with this rank, although its process is there (see `protocol.RankCondemned`)."""
+        slot = self._supervisor.ranks.get(rank)
+        if self.is_over or rank not in self._state.has_run or slot is None:
+            return
+        self._supervisor.drain(slot)  # what it has done up to now counts
+        if rank in self._state.alive | self._state.left_out:
+            self._write(self._assembler.lost(rank))
+        self.handle(protocol.RankCondemned(rank, failure, reason, fault_time, fields or {}))
+
+    def look_for_stragglers(self) -> None:
+        for found in self._stragglers.look():
+            own = self._stragglers.typical()
+            others = statistics.median(own_s for rank, own_s in own.items() if rank != found.rank)
+            reason = (
+                f"takes {found.factor:.1f} times as long as the others for its own part of a step "
+                f"({milliseconds(own[found.rank])} against {milliseconds(others)})"
+            )
+            self.emit(
+                "straggler_detected", f"Rank {found.rank} {reason}.", rank=found.rank, step=self.step,
+                factor=found.factor,
+            )
+            if self.options.get("evict_stragglers") and len(self.living - {found.rank}) > 0:
+                slot = self._supervisor.ranks[found.rank]
+                self.condemn(found.rank, "straggler", reason, slot.fault_time or time.time())
+
     def finished(self, rank: int, generation: int, digest: str) -> None:
         self._digests[rank] = digest
         self.handle(protocol.RankFinished(rank, generation))
@@ -269,10 +347,19 @@ class ActiveRun:
     def tick(self) -> None:
         if not self.is_over:
             self.handle(protocol.Tick())
+        if not self.is_over and self.options["recovery"] == "restart" and (why := self._why_nobody_comes()):
+            self.handle(protocol.NobodyComes(why))  # said again and again: it matters only while the run waits
         if not self.is_over:
             self.flush()
             if self._recorder.problem:
                 self.give_up("failed", f"The files of this run cannot be written ({self._recorder.problem}).")
+
+    def _why_nobody_comes(self) -> str:
+        """Why a slot that is vacant will stay so; empty when somebody may come."""
+        given_up, vacant = self._supervisor.fleet.given_up, sorted(self._state.vacant)
+        if vacant and self.no_joining:
+            return self.no_joining
+        return next((f"Rank {r} is not started again: {given_up[r]}" for r in vacant if r in given_up), "")
 
     def flush(self) -> None:
         """Lines to the disk; only then may the ranks' reports be forgotten."""
@@ -306,7 +393,10 @@ class ActiveRun:
     def _carry_out(self, action: Any) -> None:
         supervisor = self._supervisor
         if isinstance(action, protocol.Emit):
-            self.emit(action.kind, action.reason, rank=action.rank, step=action.step, **action.fields)
+            self.emit(
+                action.kind, self._words(action), rank=action.rank, step=action.step,
+                **{**action.fields, **self._last_output(action)},
+            )
             if action.kind == "rank_joined" and action.step is not None:
                 supervisor.ranks[action.rank].joined_step = action.step
             if action.kind == "rank_failed":
@@ -328,6 +418,9 @@ class ActiveRun:
             self._assembler.open_generation(action.generation, action.members, action.first_step)
             self._open_generation, self._open_members = action.generation, action.members
             self._open_first = action.first_step
+            self.step = action.first_step - 1  # after a rollback it is less than before
+            self._skipped.clear()
+            self._stragglers.changed(action.members)
             self._digests.clear()  # those of ranks that had finished, should one die at the very end
         elif isinstance(action, protocol.CloseGeneration):
             self._write(self._assembler.close_generation(action.last_committed))
@@ -340,7 +433,7 @@ class ActiveRun:
                 supervisor.tell_rank(
                     rank, "go", generation=action.generation, members=list(action.members),
                     first_step=action.first_step, source=action.source, behind=list(action.behind),
-                    hold_after=action.hold_after, evaluate=evaluate,
+                    hold_after=action.hold_after, evaluate=evaluate, restore=action.restore,
                 )
         elif isinstance(action, protocol.SendHold):
             for rank in action.ranks:
@@ -359,11 +452,29 @@ class ActiveRun:
         else:
             raise AssertionError(f"unknown action {action}")
 
+    def _words(self, action: protocol.Emit) -> str:
+        slot = self._supervisor.ranks.get(action.rank) if action.kind == "rank_fenced" else None
+        if slot is None or not slot.cut_off:
+            return action.reason
+        return (
+            f"Rank {action.rank} does not end although it was killed (its process hangs in the kernel): it is cut off, "
+            "nothing that it says is heard any more."
+        )
+
+    def _last_output(self, action: protocol.Emit) -> dict[str, Any]:
+        """What a rank that was lost had printed at last."""
+        slot = self._supervisor.ranks.get(action.rank) if action.kind == "rank_failed" else None
+        if slot is None or action.fields.get("failure") == "exception" or slot.fault_time is not None:
+            return {}
+        lines = slot.last_output or list(slot.printed)
+        return {"last_output": lines} if lines else {}
+
     def _rank_failed(self, action: protocol.Emit) -> None:
         self.failures += 1
         slot = self._supervisor.ranks[action.rank]
         slot.problem = action.reason
         if action.fields.get("failure") != "exception":
+            self.faults.lost(action.rank)
             return
         slot.state = "failed"
         if slot.joined_step is not None:  # it had just come: the next one would do the same
@@ -376,6 +487,7 @@ class ActiveRun:
         self.handle(protocol.RankFenced(rank))
 
     def _end(self, action: protocol.End) -> None:
+        self.chaos.end()
         self.faults.end()
         self.state, self.reason, self.ended = action.state, action.reason, time.time()
         self.error = dict(action.error) if action.error else None
@@ -410,8 +522,17 @@ class ActiveRun:
         if not self._handling:
             self.save()
 
+    def say(self, text: str) -> None:
+        """Something that is no event, but that whoever looks at the run now should see."""
+        self.recent.appendleft(text)
+        if not self._handling:
+            self.save()
+            self.notify()
+
     def _write(self, lines: list[Line]) -> None:
         for line in lines:
+            if line.metrics["step"] in self._skipped:
+                self._tell_skipped(line.metrics["step"])
             self._recorder.step(line.metrics, line.ledger)
             self._useful_s += useful_seconds([line.metrics], before=self._last_commit)
             self._note_line(line.metrics)
@@ -454,6 +575,11 @@ class ActiveRun:
         return self._state.alive
 
     @property
+    def healthy(self) -> frozenset[int]:
+        """Members of the generation that trains: they live and hold the state of the training."""
+        return self._state.alive & frozenset(self._state.members) if self._state.phase == "training" else frozenset()
+
+    @property
     def has_run(self) -> frozenset[int]:
         """Slots whose process belongs to this run."""
         return self._state.has_run
@@ -492,6 +618,31 @@ class ActiveRun:
             return "starting"
         return "running"  # also while somebody joins or leaves on purpose
 
+    def _share_size(self, rank: int, step: int) -> int:
+        """How many samples of the step are this rank's, in the generation whose books are open."""
+        batch = sampler.batch_at(step, self.dataset_len, self.options["global_batch"])
+        shares = dict(zip(self._open_members, sampler.split(batch.start, batch.stop, len(self._open_members))))
+        start, stop = shares.get(rank, (0, 0))
+        return stop - start
+
+    def is_first(self, rank: int, step: int | None) -> bool:
+        """Whether the process of this rank has not yet done a step with so many samples, whatever the generation.
+
+        Code may be compiled for the shapes that it meets (torch.compile), which takes its time once in each process.
+        """
+        slot = self._supervisor.ranks.get(rank)
+        done = self._sizes_done.get(slot.key) if slot is not None else None
+        return not done or (step is not None and self._share_size(rank, step) not in done)
+
+    def typical_step_s(self, rank: int) -> float | None:
+        """What a step takes this rank, without waiting for the others."""
+        return self._stragglers.typical().get(rank)
+
+    async def stacks(self, limit_s: float = 1.0) -> dict[int, dict[str, Any]]:
+        """Where the training thread of each living rank stands."""
+        answers = await self._supervisor.stacks.ask(sorted(self.living), limit_s)
+        return {rank: answer or {"problem": NO_STACK} for rank, answer in answers.items()}
+
     def max_step(self) -> int:
         steps = [slot.step or 0 for slot in self._supervisor.ranks.values()]
         return max([self.step, *steps])
@@ -500,11 +651,7 @@ class ActiveRun:
         """What a client shows while the run goes on (and afterwards)."""
         now = time.time()
         elapsed = (self.ended or now) - self.started
-        rate = None
-        if len(self._steps_s) > 1:
-            (first_time, first_step), (last_time, last_step) = self._steps_s[0], self._steps_s[-1]
-            if last_time > first_time:
-                rate = (last_step - first_step) / (last_time - first_time)
+        rate = self.pace.steps_per_s(now)
         global_batch = self.options["global_batch"]
         per_epoch = sampler.steps_per_epoch(self.dataset_len, global_batch)
         return {
@@ -518,7 +665,7 @@ class ActiveRun:
             "eta_s": (self.total_steps - self.step) / rate if rate and not self.is_over else None,
             "num_spares": self._state.spares, "goodput": min(1.0, self._useful_s / elapsed) if elapsed > 0 else None,
             "ranks": self._final_ranks or self._supervisor.fleet.statuses(),
-            "recent": list(self.recent), "error": self.error,
+            "recent": list(self.recent), "error": self.error, "chaos": self.chaos.info(),
         }
 
     async def wait(self, done: Callable[[], bool], timeout_s: float) -> bool:
@@ -534,4 +681,3 @@ class ActiveRun:
             except TimeoutError:
                 return done()
         return True
-

@@ -25,10 +25,14 @@ from ftnb.supervisor import joining, requests
 from ftnb.supervisor.adoption import Adoption
 from ftnb.supervisor.engines import Engines
 from ftnb.supervisor.fleet import Fleet
+from ftnb.supervisor.lastwords import last_lines
 from ftnb.supervisor.office import Office
 from ftnb.supervisor.ranks import Slot
+from ftnb.supervisor.ranksocket import RankSocket
 from ftnb.supervisor.runs import ActiveRun
+from ftnb.supervisor.stacks import Stacks
 from ftnb.supervisor.store import Answer, StoreServer
+from ftnb.supervisor.watching import Watcher
 from ftnb.wire import messages, paths, proc, reaper, sockets
 from ftnb.wire.once import OnceOnly
 from ftnb.wire.records import TOKEN_VARIABLE
@@ -71,6 +75,7 @@ class Supervisor:
         self._stopping = asyncio.Event()
         self.stop_reason = ""
         self._tasks: set[asyncio.Task[Any]] = set()
+        self.stacks = Stacks(self)
         self._clients: set[int] = set()  # descriptors of connected clients
         self._alone_since = time.monotonic()
 
@@ -108,13 +113,14 @@ class Supervisor:
             domain="ftnb", credentials_provider=_OnlyKey(self.keys["peer_public_key"].encode())
         )
         self._client_socket = sockets.server_socket(context, zmq.ROUTER, secret, public)
-        self._rank_socket = sockets.server_socket(context, zmq.ROUTER, secret, public)
+        expected = self.fleet.num_ranks + self.fleet.num_spares
+        self.rank_socket = RankSocket(context, secret, public, expected, self._heard)
+        self.watcher = Watcher(self)
         monitor = self._client_socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         before = self.recorded["ports"] if self.recorded else [None, None]
         self.host = "127.0.0.1"
-        self.ports = [
-            _bind(sock, self.host, port) for sock, port in zip((self._client_socket, self._rank_socket), before)
-        ]
+        self.ports = [sockets.bind(self._client_socket, self.host, before[0])]
+        self.ports.append(self.rank_socket.bind(self.host, before[1]))
         self.office.open()
         me = self.office.me
         connection = sockets.Connection(
@@ -127,7 +133,7 @@ class Supervisor:
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, self.stop, f"the supervisor got {signal.Signals(signum).name}")
         for work in (
-            self._serve_clients(), self._serve_ranks(), self._watch_clients(monitor), self._drain_forever(),
+            self._serve_clients(), self._watch_clients(monitor), self._drain_forever(),
             self._start_cluster() if self.recorded is None else self._take_over(), self._tick_forever(),
         ):
             self.spawn(work)
@@ -137,8 +143,8 @@ class Supervisor:
         log.info("stopping: %s", self.stop_reason)
         code = await self._shut_down()
         # Last answers (to the one who asked for the stop) get a moment to leave.
-        for sock in (self._client_socket, self._rank_socket):
-            sock.close(200)
+        self._client_socket.close(200)
+        self.rank_socket.close(200)
         for task in list(self._tasks):
             task.cancel()
         authenticator.stop()
@@ -224,16 +230,14 @@ class Supervisor:
 
     # --- ranks
 
-    async def _serve_ranks(self) -> None:
-        while True:
-            frames = await self._rank_socket.recv_multipart()
-            try:
-                self._from_rank(frames[0], messages.decode(frames[1:]))
-            except messages.BadMessage as error:
-                log.warning("bad message from a rank: %s", error)
-            except Exception as error:
-                log.exception("internal error while handling a message of a rank")
-                self.own_fault(error)
+    def _heard(self, sender: bytes, frames: list[bytes]) -> None:
+        try:
+            self._from_rank(sender, messages.decode(frames))
+        except messages.BadMessage as error:
+            log.warning("bad message from a rank: %s", error)
+        except Exception as error:
+            log.exception("internal error while handling a message of a rank")
+            self.own_fault(error)
 
     def own_fault(self, error: Exception) -> None:
         """An error of ftnb itself must end a run with a reason, never leave it hanging."""
@@ -248,9 +252,11 @@ class Supervisor:
             slot = self._introduced(pid, message) if op == "hello" else None
         if slot is None:
             if op == "hello":  # an engine that was given up before it came
-                self._rank_socket.send_multipart([sender, *messages.encode({"op": "exit", "term": self.term})])
+                self.rank_socket.send([sender, *messages.encode({"op": "exit", "term": self.term})])
             return  # somebody who is not (or no longer) one of ours
         slot.last_sign = time.time()
+        if "letter" in message and not slot.received[message["letter"][0]].is_next(message):
+            return  # out of turn, or heard already
         if op == "beat":
             self._beat(slot, sender, message)
         elif op == "store":
@@ -287,6 +293,8 @@ class Supervisor:
             if self.run is not None and self.run.names is None:
                 self.run.names = message["names"]
                 self.fleet.run_began()
+        elif op == "stacks":
+            self.stacks.answered(slot, message)
         elif op == "agent_error":
             log.error("agent of %s: %s", slot.key, message["traceback"])
         elif self.adoption is not None:
@@ -317,7 +325,7 @@ class Supervisor:
             run.handle(
                 protocol.RankReady(
                     rank, message["generation"], message["committed"], message["in_flight"],
-                    protocol.Failure(**failure) if failure else None,
+                    protocol.Failure(**failure) if failure else None, message.get("anchor"),
                 )
             )
         elif op == "formed":
@@ -342,17 +350,29 @@ class Supervisor:
         slot.agent = slot.agent or sender
         if message.get("term") != self.term:
             self.tell(slot, "adopt")  # also after its first contact: so it learns who is in charge
-        slot.heartbeats.beat(now)
-        slot.phase = message["phase"]
-        slot.step = message["step"] if message["step"] is not None else slot.step
+        slot.beat(now, message)
+        # Who has not heard of this supervisor yet speaks of the orders of the one before.
+        if (heard := message.get("heard")) is not None and message["term"] == self.term:
+            self._find_lost(slot, heard, message["told"], now)
         if now - slot.answered > 1.0:
             slot.answered = now
-            self.tell(slot, "beat_seen")
+            heard = {stream: received.heard for stream, received in slot.received.items()}
+            self.tell(slot, "beat_seen", heard=heard)
+
+    def _find_lost(self, slot: Slot, heard: int, told: dict[str, int], now: float) -> None:
+        """Connections break, and what was under way is lost: it is sent again, or asked for again."""
+        if heard < slot.sent.last:
+            for message in slot.sent.again(heard, now):
+                self.rank_socket.send([slot.agent, *messages.encode(message)])
+        for stream, last in told.items():
+            received = slot.received[stream]
+            if received.heard != last and received.lacks(last, now):
+                self.tell(slot, "again", stream=stream, after=received.heard)
 
     def tell(self, slot: Slot, op: str, **fields: Any) -> None:
         if slot.agent is not None:
-            message = messages.encode({"op": op, "term": self.term, **fields})
-            self._rank_socket.send_multipart([slot.agent, *message])
+            message = slot.sent.numbered({"op": op, "term": self.term, **fields}, time.monotonic())
+            self.rank_socket.send([slot.agent, *messages.encode(message)])
 
     def tell_rank(self, rank: int, op: str, **fields: Any) -> None:
         self.tell(self.ranks[rank], op, **fields)
@@ -386,7 +406,7 @@ class Supervisor:
     def _send_answers(self, answers: list[Answer]) -> None:
         for answer in answers:
             message = {"id": answer.request_id, "ok": answer.ok, **answer.fields}
-            self._rank_socket.send_multipart([answer.to, *messages.encode(message)])
+            self.rank_socket.send([answer.to, *messages.encode(message)])
 
     # --- reports of steps
 
@@ -408,12 +428,13 @@ class Supervisor:
                 slot.unfreed.append((end, self._report(slot, json.loads(raw))))
 
     def _report(self, slot: Slot, record: list[Any]) -> int | None:
-        """A record of a rank: ["fetched"|"committed", generation, step, rank, …] or ["log"|"evaluated", rank, …].
+        """A record of a rank: ["fetched"|"committed"|"nan", generation, step, …] or ["log"|"evaluated", rank, …].
 
         Returns the step that it is about: it is kept until the lines of this step are in the files.
         """
         kind, run = record[0], self.going_run
         if kind == "log":
+            slot.printed.extend(last_lines(record[3]))
             if self.load_output is not None and slot.rank is not None:
                 self.load_output.setdefault(slot.rank, []).append(record[3])
             elif run is not None and (rank := slot.rank if slot.rank is not None else slot.intended) is not None:
@@ -428,6 +449,8 @@ class Supervisor:
             run.committed(record)
         elif kind == "evaluated":
             run.evaluated(record[2], record[3])
+        elif kind == "nan":
+            run.update_skipped(record)
         return record[2]
 
     # --- clients
@@ -483,6 +506,7 @@ class Supervisor:
             try:
                 self.office.sign_of_life()
                 if self.adoption is None:
+                    self.watcher.tick()
                     if self.run is not None:
                         self.run.tick()
                     self.fleet.tick()
@@ -552,18 +576,6 @@ def _new_keys() -> dict[str, str]:
         "server_key": server_public.decode(), "server_secret": server_secret.decode(),
         "peer_public_key": peer_public.decode(), "peer_secret_key": peer_secret.decode(),
     }
-
-
-def _bind(sock: zmq.Socket, host: str, port: int | None) -> int:
-    """Listen on `port` if that is possible, so that those who were connected to a predecessor come by themselves."""
-    if port is not None:
-        for _ in range(10):
-            try:
-                sock.bind(f"tcp://{host}:{port}")
-                return port
-            except zmq.ZMQError:  # the predecessor's socket may take a moment to go
-                time.sleep(0.02)
-    return sock.bind_to_random_port(f"tcp://{host}")
 
 
 class _OnlyKey:

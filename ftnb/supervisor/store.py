@@ -23,16 +23,28 @@ class StoreServer:
         self.generation = 0
         self._keys: dict[str, bytes] = {}
         self._waiting: list[tuple[Any, dict[str, Any]]] = []
+        self._answered: dict[Any, Answer] = {}  # the last answer to each, who may ask again for it
 
     def open(self, generation: int) -> list[Answer]:
         """Begin with no keys; whoever still waits for the old generation is sent away."""
         refused = [Answer(to, request["id"], False, {}) for to, request in self._waiting]
+        self._answered.clear()
         self.generation, self._keys, self._waiting = generation, {}, []
         return refused
 
     def handle(self, sender: Any, request: dict[str, Any]) -> list[Answer]:
         if request["generation"] != self.generation:
             return [Answer(sender, request["id"], False, {})]
+        before = self._answered.get(sender)
+        if before is not None and before.request_id == request["id"]:
+            return [before]
+        if any(to == sender and waiting["id"] == request["id"] for to, waiting in self._waiting):
+            return []
+        answers = self._handle(sender, request)
+        self._answered.update((answer.to, answer) for answer in answers)
+        return answers
+
+    def _handle(self, sender: Any, request: dict[str, Any]) -> list[Answer]:
         fields = self._execute(request)
         if fields is None:
             self._waiting.append((sender, request))

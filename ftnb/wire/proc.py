@@ -125,6 +125,12 @@ def _entry(pid: int) -> Entry | None:
         return None
 
 
+def is_stopped(pid: int) -> bool | None:
+    """Whether the process is stopped (by SIGSTOP, or by a debugger); None where that cannot be known."""
+    fields = _stat(pid)
+    return None if fields is None else fields[0] in "Tt"
+
+
 def environment_of(pid: int) -> list[bytes]:
     """The environment that the process was started with, as `NAME=value`; empty when it cannot be read."""
     if _HAS_PROC:
@@ -151,13 +157,13 @@ def describe_exit(status: int | None) -> tuple[str, str]:
         # Only its parent is told, and that was a supervisor that is gone.
         return "unknown", "it ended (exit status unknown: it was adopted from an earlier supervisor)"
     if status >= 0:
-        return "exit", f"it exited with code {status}" + (" (a clean exit)" if status == 0 else "")
+        return "exit", f"it exited with code {status}{_exit_code_words(status)}"
     try:
         name = signal.Signals(-status).name
     except ValueError:
         name = f"signal {-status}"
     words = {
-        "SIGKILL": "it was killed (SIGKILL: by somebody, or by the kernel when memory ran out)",
+        "SIGKILL": "it was killed (SIGKILL): by somebody, or by the kernel because memory ran out",
         "SIGTERM": "it was told to end (SIGTERM)",
         "SIGINT": "it was interrupted (SIGINT)",
         "SIGSEGV": "it crashed in native code (SIGSEGV: invalid memory access)",
@@ -168,6 +174,19 @@ def describe_exit(status: int | None) -> tuple[str, str]:
     }.get(name, f"it was ended by {name}")
     crash = name in {"SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGTRAP", "SIGSYS"}
     return ("crash" if crash else "kill"), words
+
+
+def _exit_code_words(code: int) -> str:
+    """What a code usually means: by the conventions of Python, shells and libc."""
+    words = {
+        0: "a clean exit", 1: "a program's ordinary error, such as an exception that nobody caught",
+        2: "a command that was called wrongly", 126: "a command that cannot be executed",
+        127: "a command or library that was not found",
+    }.get(code, "")  # fmt: skip
+    if not words and 128 < code < 128 + signal.NSIG:
+        with contextlib.suppress(ValueError):
+            words = f"128 + {code - 128}: something that it had run was ended by {signal.Signals(code - 128).name}"
+    return f" ({words})" if words else ""
 
 
 def _pids() -> list[int]:

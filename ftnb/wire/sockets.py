@@ -7,6 +7,7 @@ owner can read, proves everybody else. Without that pair a stranger on the same 
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import zmq
 # ZeroMQ's I/O thread answers these even while Python holds the interpreter lock.
 HEARTBEAT_INTERVAL_MS = 500
 HEARTBEAT_TIMEOUT_MS = 5000
+RECONNECT_MS = 20, 200
 
 
 @dataclass(frozen=True)
@@ -50,9 +52,14 @@ class Connection:
         return f"tcp://{self.host}:{port}"
 
 
-def server_socket(context: zmq.Context, kind: int, secret_key: bytes, public_key: bytes) -> zmq.Socket:
+def server_socket(
+    context: zmq.Context, kind: int, secret_key: bytes, public_key: bytes,
+    heartbeat_ms: tuple[int, int] = (HEARTBEAT_INTERVAL_MS, HEARTBEAT_TIMEOUT_MS),
+) -> zmq.Socket:
+    """`heartbeat_ms`: how often a peer is asked for a sign of life, and how long it may owe the answer."""
     sock = context.socket(kind)
     _common(sock)
+    sock.heartbeat_ivl, sock.heartbeat_timeout = heartbeat_ms
     if kind == zmq.ROUTER:
         # A peer that connects again while its old connection still counts (a supervisor that was stopped for some
         # seconds has noticed nothing) would be ignored for ever, and answers to what it had asked be lost.
@@ -64,6 +71,18 @@ def server_socket(context: zmq.Context, kind: int, secret_key: bytes, public_key
     return sock
 
 
+def bind(sock: zmq.Socket, host: str, port: int | None) -> int:
+    """Listen on `port` if that is possible, so that those who were connected to a predecessor come by themselves."""
+    if port is not None:
+        for _ in range(10):
+            try:
+                sock.bind(f"tcp://{host}:{port}")
+                return port
+            except zmq.ZMQError:  # the predecessor's socket may take a moment to go
+                time.sleep(0.02)
+    return sock.bind_to_random_port(f"tcp://{host}")
+
+
 def peer_socket(context: zmq.Context, kind: int, connection: Connection, port: int, identity: bytes = b""):
     """A socket of `kind` connected to the supervisor's `port`."""
     sock = context.socket(kind)
@@ -73,6 +92,8 @@ def peer_socket(context: zmq.Context, kind: int, connection: Connection, port: i
     sock.curve_serverkey = connection.server_key.encode()
     sock.curve_publickey = connection.peer_public_key.encode()
     sock.curve_secretkey = connection.peer_secret_key.encode()
+    # Soon, then less and less often: a supervisor that is back finds its ranks at once, one that is gone costs nothing.
+    sock.reconnect_ivl, sock.reconnect_ivl_max = RECONNECT_MS
     sock.connect(connection.url(port))
     return sock
 

@@ -15,7 +15,8 @@ def test_defaults():
     assert check_train_options({}) == {
         "steps": 200, "epochs": None, "global_batch": 32, "seed": 0, "mode": "ddp", "clip_norm": None,
         "recovery": "replace", "workers": 0, "evaluate_every": None, "scheduler_interval": "epoch",
-        "name": "run", "wait": False,
+        "name": "run", "wait": False, "hang_timeout_s": 30.0, "on_nan": "stop", "check_replicas": None,
+        "evict_stragglers": False,
     }  # fmt: skip
 
 
@@ -33,7 +34,8 @@ def test_epochs_replace_steps():
         {"global_batch": None},
         {"seed": -1}, {"seed": 2**32}, {"clip_norm": 0}, {"clip_norm": float("nan")}, {"workers": -1}, {"workers": 1000},
         {"scheduler_interval": "steps"}, {"wait": 1}, {"name": "a/b"}, {"name": ".."}, {"name": 3},
-        {"mode": "dp"}, {"recovery": "shrnk"},
+        {"mode": "dp"}, {"recovery": "shrnk"}, {"hang_timeout_s": 0}, {"hang_timeout_s": None}, {"on_nan": "ignore"},
+        {"check_replicas": 0}, {"check_replicas": 2.5}, {"evict_stragglers": 1},
     ],
 )  # fmt: skip
 def test_wrong_values_are_refused(given):
@@ -49,7 +51,7 @@ def test_numpy_numbers_are_numbers():
 
 
 @pytest.mark.parametrize(
-    "given", [{"exact": True}, {"checkpoint_every": 5}, {"recovery": "restart"}, {"mode": "allreduce"}]
+    "given", [{"exact": True}, {"checkpoint_every": 5}, {"mode": "allreduce"}]
 )
 def test_what_comes_later_is_said_to(given):
     with pytest.raises(UsageError, match="not available yet"):
@@ -65,7 +67,8 @@ def test_magic_and_python_know_the_same_options():
     examples = {
         "steps": 7, "epochs": 2, "global_batch": 64, "seed": 5, "mode": "ddp", "clip_norm": 1.5,
         "recovery": "shrink", "workers": 2, "evaluate_every": 10, "scheduler_interval": "step",
-        "name": "mine", "wait": True,
+        "name": "mine", "wait": True, "hang_timeout_s": 2.5, "on_nan": "rollback", "check_replicas": 50,
+        "evict_stragglers": True,
     }  # fmt: skip
     assert set(examples) == {option.keyword for option in TRAIN_OPTIONS}
     for option in TRAIN_OPTIONS:
@@ -73,3 +76,17 @@ def test_magic_and_python_know_the_same_options():
         text = option.long if option.kind is bool else f"{option.long} {value}"
         assert parse(ft_train.COMMAND, text).values == {option.keyword: value}
         assert check_train_options({option.keyword: value})[option.keyword] == value
+
+
+def test_how_the_options_about_failures_are_written():
+    line = "--hang-timeout 2 --on-nan skip --check-replicas 20 --evict-stragglers --recovery restart"
+    assert parse(ft_train.COMMAND, line).values == {
+        "hang_timeout_s": 2.0, "on_nan": "skip", "check_replicas": 20, "evict_stragglers": True,
+        "recovery": "restart",
+    }  # fmt: skip
+    with pytest.raises(UsageError, match=r"--on-nan takes stop or skip or rollback, not 'skp'. Did you mean skip\?"):
+        parse(ft_train.COMMAND, "--on-nan skp")
+    with pytest.raises(UsageError, match="--hang-timeout takes a number above 0, not 0"):
+        parse(ft_train.COMMAND, "--hang-timeout 0")
+    with pytest.raises(UsageError, match="recovery takes replace or shrink or restart"):
+        check_train_options({"recovery": "restrt"})

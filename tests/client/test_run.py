@@ -169,17 +169,49 @@ def test_inject_checks_first_and_then_asks(directory):
     run, connection = make(directory, inject={"rank": 2, "reason": "rank 2 will be killed"})
     assert run.inject("kill", rank=2, at_step=50)["rank"] == 2
     assert connection.sent("inject") == {
-        "run": "run", "kind": "kill", "rank": 2, "at_step": 50, "after_s": None,
+        "run": "run", "kind": "kill", "rank": 2, "at_step": 50, "after_s": None, "duration_s": None, "factor": None,
+        "probability": None, "seed": None,
     }  # fmt: skip
+    run.inject("slow", duration_s=2, factor=4)
+    assert (connection.sent("inject")["duration_s"], connection.sent("inject")["factor"]) == (2.0, 4.0)
     count = len(connection.asked)
     for wrong in (
-        {"kind": "hang"}, {"kind": "kil"}, {"kind": "kill", "rank": -1}, {"kind": "kill", "at_step": 0},
-        {"kind": "kill", "at_step": 3, "after_s": 1}, {"kind": "kill", "duration_s": 1},
-        {"kind": "kill", "x": 1},
+        {"kind": "disk-full"}, {"kind": "kil"}, {"kind": 3}, {"kind": "kill", "rank": -1}, {"kind": "kill", "at_step": 0},
+        {"kind": "kill", "at_step": 3, "after_s": 1}, {"kind": "kill", "at_step": 3, "probability": 0.1},
+        {"kind": "kill", "duration_s": 1}, {"kind": "hang", "factor": 2}, {"kind": "kill", "seed": 1},
+        {"kind": "kill", "probability": 1.5}, {"kind": "kill", "probability": 0}, {"kind": "slow", "factor": 1},
+        {"kind": "hang", "duration_s": 0}, {"kind": "kill", "x": 1},
     ):  # fmt: skip
         with pytest.raises(UsageError):
             run.inject(**wrong)
     assert len(connection.asked) == count
+
+
+def test_chaos_checks_first_and_then_asks(directory):
+    run, connection = make(directory, chaos={"reason": "Chaos goes on"}, chaos_stop={"reason": "over"})
+    assert run.chaos(mtbf_s=30, kinds=["kill", "hang"], seed=4)["reason"] == "Chaos goes on"
+    assert connection.sent("chaos") == {
+        "run": "run", "mtbf_s": 30.0, "kinds": ["kill", "hang"], "for_s": None, "seed": 4, "no_mercy": False,
+    }  # fmt: skip
+    run.chaos(5, "exit, partition", for_s=60, no_mercy=True)
+    assert connection.sent("chaos")["kinds"] == ["exit", "partition"]
+    run.chaos(5)
+    assert connection.sent("chaos")["kinds"] is None
+    count = len(connection.asked)
+    for wrong in (
+        {}, {"mtbf_s": 0}, {"mtbf_s": float("inf")}, {"mtbf_s": 5, "kinds": "kil"}, {"mtbf_s": 5, "kinds": ""},
+        {"mtbf_s": 5, "kinds": 7}, {"mtbf_s": 5, "for_s": -1}, {"mtbf_s": 5, "seed": -1}, {"mtbf_s": 5, "no_mercy": 1},
+    ):  # fmt: skip
+        with pytest.raises(UsageError):
+            run.chaos(**wrong)
+    assert len(connection.asked) == count
+    assert run.chaos_stop() == {"reason": "over"}
+
+
+def test_stacks_come_by_rank(directory):
+    entry = {"place": "forward", "step": 3, "stack": ["line 1"]}
+    run, _ = make(directory, stacks={"ranks": {"10": entry, "2": {"problem": "silent"}}})
+    assert list(run.stacks().items()) == [(2, {"problem": "silent"}), (10, entry)]
 
 
 def test_steering_names_the_run_so_that_an_old_one_cannot_steer_the_next(directory):

@@ -32,8 +32,10 @@ class Group:
     processes: dict[int, Rank]  # who fills the slots: a slot may have another process in the next one
     entered: dict[object, set[int]] = field(default_factory=dict)  # who has called which collective
     gone: set[int] = field(default_factory=set)  # whose connections are closed
-    # (giver, receiver) -> the giver's history: its stripe of the state, on its way
-    sent: dict[tuple[int, int], list] = field(default_factory=dict)
+    # (giver, receiver) -> the giver's history, and its flip: its stripe of the state, on its way
+    sent: dict[tuple[int, int], tuple[list, int]] = field(default_factory=dict)
+    not_finite: dict[int, set[int]] = field(default_factory=dict)  # step -> whose gradient was not
+    digests: dict[int, dict[str, str]] = field(default_factory=dict)  # step -> rank -> of its replica
 
 
 class Rank:
@@ -59,6 +61,13 @@ class Rank:
         # the weights: which step was applied by which generation with which members
         self.history: list[tuple[int, int, tuple[int, ...]]] = []
         self.spoiled = False  # raised in the middle of an update: its weights are worth nothing
+        self.flipped = 0  # the number of a flip: a bit of its weights is not what it should be, and nobody knows
+        self.must_go_back = False  # it has said that its state is not to be trained on
+        self.anchor: list[tuple[int, int, tuple[int, ...]]] | None = [] if world.keeps_anchors else None
+        self.condemned = False  # the planner was told to go on without it
+        self.hung = False  # stopped: nothing of it moves, and to the others it looks alive
+        self.unheard_of = False  # a new supervisor has come while it was stopped
+        self.went_back_in = 0  # the last generation with which it did
         self.in_flight: int | None = None
         self.last_commit: tuple[int, int, float] | None = None
         # ftnb/rank/orders.py
@@ -79,7 +88,7 @@ class Rank:
 
     def standing(self) -> Standing:
         """What it tells a new supervisor."""
-        stages = {"wait_go": "ready", "form": "ready", "share": "ready", "held": "held"}
+        stages = {"wait_go": "ready", "form": "ready", "restore": "ready", "share": "ready", "held": "held"}
         if self.at == "next":
             stage = "finished" if self.finished_generation == self.generation > 0 else "waiting"
         else:
@@ -100,7 +109,7 @@ class Rank:
     # --- the agent thread
 
     def agent(self) -> bool:
-        if self.dead or not self.inbox:
+        if self.dead or self.hung or not self.inbox:
             return False
         order = self.inbox.popleft()
         if isinstance(order, planner.SendRegroup):
@@ -121,7 +130,7 @@ class Rank:
         return True
 
     def beat(self) -> bool:
-        if self.dead or self.last_commit is None or len(self.up["agent"]) > 2:
+        if self.dead or self.hung or self.last_commit is None or len(self.up["agent"]) > 2:
             return False
         self.up["agent"].append((None, self.last_commit, 0))
         return True
@@ -130,7 +139,7 @@ class Rank:
 
     def train(self) -> bool:
         """False when it has to wait for somebody else."""
-        return not self.dead and self.number is not None and getattr(self, f"_{self.at}")()
+        return not self.dead and not self.hung and self.number is not None and getattr(self, f"_{self.at}")()
 
     def _next(self) -> bool:
         if self.dropped:
@@ -139,7 +148,10 @@ class Rank:
         if self.wanted <= self.generation:
             return False
         self.generation = self.wanted
-        self._tell(planner.RankReady(self.number, self.generation, self.committed, self.in_flight, self.failure))
+        anchor = None if self.anchor is None else len(self.anchor)
+        self._tell(
+            planner.RankReady(self.number, self.generation, self.committed, self.in_flight, self.failure, anchor)
+        )
         self.at = "wait_go"
         return True
 
@@ -159,7 +171,21 @@ class Rank:
     def _form(self) -> bool:
         if self._has_to_leave():
             return True
-        return self._collective("form", then="share")
+        return self._collective("form", then="share" if self.group.order.restore is None else "restore")
+
+    def _restore(self) -> bool:
+        """Back to the copy of an earlier state."""
+        order = self.group.order
+        if self.number not in order.behind:
+            assert len(self.anchor) == order.restore
+            self.history, self.has_state = list(self.anchor), True
+            self._is_well()
+        self.at = "share"
+        return True
+
+    def _is_well(self) -> None:
+        self.flipped, self.must_go_back = 0, False
+        self.in_flight, self.went_back_in = None, self.generation
 
     def _share(self) -> bool:
         order, sent = self.group.order, self.group.sent
@@ -170,9 +196,14 @@ class Rank:
                 return self._fail("user")
             complete = all((giver, self.number) in sent for giver in givers)
             if complete and not (self._broken() and self.world.rng.random() < 0.5):
-                self.history = list(sent[order.source, self.number])
+                self.history = list(sent[order.source, self.number][0])
                 self.has_state = True
-                self.world.check_histories()
+                self._is_well()
+                self.flipped = max(sent[giver, self.number][1] for giver in givers)
+                if order.restore is not None:
+                    self.anchor = list(self.history)
+                else:
+                    self.world.check_histories()
             elif self._broken():
                 return self._fail("collective")
             else:
@@ -182,7 +213,7 @@ class Rank:
                 if (self.number, receiver) not in sent:
                     if self._broken() and self.world.rng.random() < 0.5:
                         return self._fail("collective")
-                    sent[self.number, receiver] = list(self.history)
+                    sent[self.number, receiver] = (list(self.history), self.flipped)
                     return True
         self.in_flight = None
         self._tell(planner.RankFormed(self.number, self.generation, self.world.now, self.world.now))
@@ -215,6 +246,9 @@ class Rank:
         self.in_flight = self.step
         if self.armed == "forward" or self.step == self.world.bad_step:
             return self._fail("user")
+        if self.armed == "nan" or self.step == self.world.nan_step:
+            self.group.not_finite.setdefault(self.step, set()).add(self.number)
+            self.armed = None if self.armed == "nan" else self.armed
         members = self.group.order.members
         self.num_reports += 1
         fetched = (self.generation, self.step, self.number, members)
@@ -226,7 +260,24 @@ class Rank:
         if not self._collective(("step", self.step), then="update"):
             return False
         if self.at == "update":  # nothing interrupts the update
+            sources = self.group.not_finite.get(self.step)
+            if sources:
+                return self._fail("nan", {"source": self.number in sources, "where": "loss"})
             self._update()
+        return True
+
+    def _check(self) -> bool:
+        """Are all replicas the same?"""
+        digest = f"flip {self.flipped}" if self.flipped else "right"
+        digests = self.group.digests.setdefault(self.step, {})
+        digests[str(self.number)] = digest
+        if not self._collective(("check", self.step), then="checked"):
+            return False
+        if self.at == "checked":
+            if len(set(digests.values())) > 1:
+                return self._fail("divergence", {"digests": dict(digests)})
+            self.anchor = list(self.history)
+            self._go_to_next_step()
         return True
 
     def _update(self) -> None:
@@ -235,10 +286,18 @@ class Rank:
             self._fail("user")
             return
         assert self.has_state and len(self.history) == self.step - 1
+        assert not self.must_go_back, f"rank {self.number} trains on with a state that is not to be trained on"
         self.history.append((self.step, self.generation, self.group.order.members))
         self.in_flight = None
         self.last_commit = (self.generation, self.step, self.world.now)
         self.world.check_histories()
+        every = self.world.check_replicas
+        if every and self.step % every == 0:
+            self.at = "check"
+        else:
+            self._go_to_next_step()
+
+    def _go_to_next_step(self) -> None:
         self.step += 1
         self.at = "enter"
         if self.armed == "evaluate":
@@ -291,9 +350,12 @@ class Rank:
             self.at = then
         return complete
 
-    def _fail(self, cause: str) -> bool:
+    def _fail(self, cause: str, error: dict | None = None) -> bool:
         step = self.in_flight if self.in_flight is not None else self.committed
-        error = {}
+        error = error or {}
+        if cause in ("nan", "divergence"):
+            self.must_go_back = True
+            self.world.verdicts.append((cause, self.generation, step))
         if cause == "user":
             self.raised, self.armed = True, None
             self.world.raised_in.append((self.generation, step, self.number))

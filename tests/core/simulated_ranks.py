@@ -46,7 +46,12 @@ class World:
         refill: bool = False,
         num_spares: int = 0,
         seed: int = 0,
+        restart: bool = False,
+        on_nan: str = "stop",
+        check_replicas: int | None = None,
     ) -> None:
+        self.restart, self.on_nan, self.check_replicas = restart, on_nan, check_replicas
+        self.keeps_anchors = restart or on_nan == "rollback" or check_replicas is not None
         self.total_steps = total_steps
         self.notices_peers, self.has_buffers, self.reports_first = notices_peers, has_buffers, reports_first
         self.rng = random.Random(seed)
@@ -55,7 +60,8 @@ class World:
         self.former: list[Rank] = []  # had a slot that another process has now
         self.pool: list[Rank] = []  # have no slot
         self.num_spares, self.keeper = num_spares, keeper.State()
-        self.refill, self.keeps = refill, refill or num_spares > 0  # somebody starts processes
+        self.refill = refill or restart
+        self.keeps = self.refill or num_spares > 0  # somebody starts processes
         self.groups: dict[int, Group] = {}
         self.assembler = StepAssembler(DATASET_LEN, GLOBAL_BATCH)
         self.lines: list = []
@@ -74,9 +80,15 @@ class World:
         self.crashes = 0
         self.bad_step: int | None = None  # whoever tries this step raises
         self.breaks = 0  # connections that broke for no reason
+        self.nan_step: int | None = None  # whose gradient is not finite, whoever tries it
+        self.verdicts: list[tuple[str, int, int]] = []  # (cause, generation, step), once for each rank
+        self.num_condemned = self.flips = 0
+        self.restored_generation = 0  # the last one that was told to go back
+        self.lost = False  # with recovery "restart": a rank, and the others have not gone back yet
+        self.nobody_comes = ""
         self.stop_wanted = self.given_up = False
         self.end: planner.End | None = None
-        self.state = planner.new(total_steps, refill)
+        self.state = planner.new(total_steps, refill, restart, on_nan)
         self.handle(planner.Started(tuple(range(num_ranks))))
 
     # --- trouble and commands
@@ -97,6 +109,61 @@ class World:
         number = -1 if rank.number is None else rank.number
         if not rank.released:
             self.unheard_deaths[rank] = planner.RankDied(number, how, "it was killed (SIGKILL)", self.now)
+
+    def hang(self, number: int) -> None:
+        """Stopped, until somebody kills it or continues it (`resume`)."""
+        if not self.ranks[number].dead:
+            self.ranks[number].hung = True
+
+    def resume(self, number: int) -> None:
+        rank = self.ranks[number]
+        rank.hung = False
+        state = self.state
+        if self.down or not rank.unheard_of:
+            return
+        rank.unheard_of = False  # as ActiveRun.came_late
+        if state.phase == "regrouping" and number in state.alive | state.left_out and number not in state.ready:
+            rank.inbox.append(planner.SendRegroup(state.generation, (number,)))
+        elif state.phase == "training" and state.hold_why and number in state.members:
+            rank.inbox.append(planner.SendHold((number,), state.hold_id, state.hold_after))
+
+    def condemn(self, number: int, failure: str = "stall") -> bool:
+        """It is found to be in the way, whether it is or not."""
+        if self.down or self.end is not None:
+            return False
+        if number in self.state.has_run:
+            self.num_condemned += 1
+            self._process_at(number).condemned = True
+        if number in self.state.alive | self.state.left_out:
+            self.lines += self.assembler.lost(number)
+        fields = {"phi": 9.0, "stands": ["here"]}
+        self.handle(planner.RankCondemned(number, failure, "does not go on", self.now, fields))
+        return True
+
+    def notice_hung(self, rank: Rank) -> bool:
+        mine = rank.number is not None and rank is self.ranks[rank.number] and not rank.released
+        if not rank.hung or rank.dead or not mine or rank.number not in self.state.has_run:
+            return False
+        return self.condemn(rank.number, "hang")
+
+    def flip(self, number: int) -> None:
+        """A bit of its weights changes."""
+        rank = self.ranks[number]
+        if rank.has_state and not rank.dead and self.check_replicas is not None:
+            self.flips += 1
+            rank.flipped = self.flips
+
+    def no_progress(self, waiting: bool = True) -> None:
+        if not self.down:
+            self.breaks += 1
+            self.handle(planner.NoProgress(waiting, "all ranks stand still"))
+
+    def say_nobody_comes(self) -> bool:
+        awaited = frozenset() if self.down else self.state.awaited
+        if not awaited or not (self.nobody_comes or awaited & self.keeper.given_up):
+            return False
+        self.handle(planner.NobodyComes(self.nobody_comes or "too many have failed"))
+        return True
 
     def lose_pooled(self, index: int) -> None:
         """One of the processes without a slot dies; it may be starting, or ready."""
@@ -151,12 +218,15 @@ class World:
                 rank.tell_ready()
         self.unfenced = [number for number, times in self.state.unfenced.items() for _ in range(times)]
         there = {n: self._process_at(n) for n in self.state.has_run if not self._process_at(n).released}
+        for rank in there.values():
+            rank.unheard_of = rank.hung
         for number in sorted(self.state.has_run):
             rank = self._process_at(number)
-            if rank.dead:
+            if rank.dead or rank.released:
                 self.unheard_deaths[rank] = planner.RankDied(number, "unknown", "it is not there any more", self.now)
-        self.handle(planner.Adopted({n: rank.standing() for n, rank in there.items() if not rank.dead}))
-        for rank in there.values():
+        answer = {n: rank for n, rank in there.items() if not rank.dead and not rank.hung}
+        self.handle(planner.Adopted({n: rank.standing() for n, rank in answer.items()}))
+        for rank in answer.values():
             if not rank.dead and rank.standing().stage == "finished":
                 rank.tell_finished()
         return True
@@ -170,7 +240,7 @@ class World:
     def can_spare(self, number: int) -> bool:
         """Without this one, another that is well would be left with the most advanced state."""
         alive = [self.ranks[n] for n in self.state.alive if n < len(self.ranks)]
-        well = [r for r in alive if r.has_state and not (r.dead or r.raised or r.armed)]
+        well = [r for r in alive if r.has_state and not (r.dead or r.raised or r.armed or r.hung or r.flipped)]
         well = [rank for rank in well if rank.number not in self.state.leaving]
         most = max((rank.committed for rank in well), default=0)
         return any(rank.committed == most for rank in well if rank.number != number)
@@ -280,7 +350,7 @@ class World:
 
     def keep(self) -> bool:
         """Start what is missing, as the keeper says."""
-        if self.down or not self.keeps or self.end is not None:
+        if self.down or not self.keeps or self.end is not None or self.nobody_comes:
             return False
         pool = tuple(keeper.Pooled(str(id(rank)), rank.intended, rank.said_ready) for rank in self.pool)
         need = keeper.Need(self.state.vacant, self.num_spares, pool)
@@ -296,6 +366,7 @@ class World:
                 ("agent", rank.agent, ()), ("train", rank.train, ()), ("train", rank.train, ()),
                 ("beat", rank.beat, ()), ("up", self.deliver, (rank, "agent")), ("work", self.deliver, (rank, "work")),
                 ("reports", self.deliver, (rank, "reports")), ("death", self.hear_death, (rank,)),
+                ("hung", self.notice_hung, (rank,)),
             ):  # fmt: skip
                 yield (rank, name), move, arguments
             if not rank.has_run_cell:
@@ -303,6 +374,7 @@ class World:
         for index in range(len(self.unfenced)):
             yield ("fence", index), self.fence, (index,)
         yield "keep", self.keep, ()
+        yield "nobody", self.say_nobody_comes, ()
         if self.down:
             yield "adopt", self.adopt, ()
 
@@ -343,6 +415,8 @@ class World:
             return self.end is not None and not self.down
 
         self.until(over, max_rounds=200 + 30 * min(self.total_steps, 100))
+        for rank in self.ranks:
+            rank.hung = False
         # Even messages that come after the end do nothing.
         for _ in range(3):
             self.round()
@@ -363,6 +437,10 @@ class World:
                 return False
             if self.state.paused:
                 self.unpause()
+            state = self.state
+            is_full = set(range(state.wanted)) <= state.alive | state.joiners | state.vacant
+            if not self.refill and state.phase == "training" and not is_full:  # one more is lost
+                self.resize(state.wanted)
             state = self.state
             return state.phase == "training" and state.members == tuple(range(state.wanted)) and state.hold_why is None
 
@@ -390,6 +468,8 @@ class World:
         if self.state.phase != "ended":
             taken = sum(isinstance(action, planner.TakeSpare) for action in actions)
             assert self.state.spares + taken == sum(rank.said_ready for rank in self.pool)
+        if self.state.going_back is None and not any(getattr(a, "kind", "") == "rank_failed" for a in actions):
+            self.lost = False
         self._check_order(actions)
         self.last_actions = actions
         for action in actions:
@@ -409,18 +489,25 @@ class World:
             reserved = {"rank": action.rank, "step": action.step, "reason": action.reason}
             json.dumps(make_event(action.kind, self.now, self.state.generation, **reserved, **action.fields))
             if action.kind == "rolled_back":  # the only way for a step to get a second line
+                assert action.step == action.fields["first_step"] <= action.fields["last_step"]
                 self.lines = [line for line in self.lines if line.ledger["step"] < action.step]
             if action.kind == "paused":
                 self._check_held(action.step)
             if action.kind == "rank_joined":
                 self._check_joined(action)
+            if action.kind == "rank_failed" and action.fields["failure"] == "bitflip":
+                self._process_at(action.rank).condemned = True
+            if action.kind == "rank_failed" and self.restart:
+                self.lost = True
+                assert self.state.going_back is not None or self.state.phase == "ended"
             if action.kind == "regroup_started" and ("join" in action.reason or "leave" in action.reason):
                 self.planned_generation = self.state.generation
             if action.kind == "recovered":
                 assert all(action.fields[name] >= 0 for name in action.fields if name.endswith("_s"))
         elif isinstance(action, planner.Kill):
             rank = self._process_at(action.rank)
-            assert rank.dead or rank.raised or rank.released, f"{action}, but it has done no harm"
+            harmless = not (rank.dead or rank.raised or rank.released or rank.condemned or rank.hung)
+            assert not harmless or "replica differs" in action.reason, f"{action}, but it has done no harm"
             assert action.reason
             self.die(action.rank)
             self.unfenced.append(action.rank)
@@ -439,6 +526,12 @@ class World:
         elif isinstance(action, planner.SendHold | planner.SendRelease | planner.SendDrop):
             self._send(action.ranks, action)
         elif isinstance(action, planner.OpenGeneration):
+            if len(self.lines) >= action.first_step:
+                # Lines that were written when the planner had lost sight of the generation they come from.
+                back, now_back = before.going_back, self.state.going_back
+                again = back is not None and back.sent is not None
+                assert again or (now_back and not now_back.were_at), "steps are done again without a word"
+                self.lines = self.lines[: action.first_step - 1]
             self.assembler.open_generation(action.generation, action.members, action.first_step)
         elif isinstance(action, planner.CloseGeneration):
             self.lines += self.assembler.close_generation(action.last_committed)
@@ -477,7 +570,7 @@ class World:
             return event.rank not in state.has_run
         if event.rank not in state.alive | state.left_out:
             return True
-        if isinstance(event, planner.StepFailed) and event.failure.cause == "user":
+        if isinstance(event, planner.StepFailed) and event.failure.cause != "collective":
             return event.generation < state.trained  # until the next Go, it matters who raised
         return getattr(event, "generation", state.generation) < state.generation
 
@@ -509,13 +602,24 @@ class World:
         assert not heard & set(go.members), "a dead rank is a member"
         assert not self.unfenced, "takeover before the dead rank is fenced"
         assert not self.state.unfenced
-        ever = max(rank.committed for rank in [*self.ranks, *self.former])
-        assert ever <= go.first_step, f"steps {go.first_step} to {ever} are all done again"
+        if go.restore is None:
+            all_ranks = [*self.ranks, *self.former]
+            ever = max(rank.committed for rank in all_ranks if rank.went_back_in >= self.restored_generation)
+            assert ever <= go.first_step, f"steps {go.first_step} to {ever} are all done again"
+            assert not self.lost, "a rank is lost, and the others do not go back"
+        else:
+            assert go.restore == go.first_step - 1
+            assert self.lost or self.verdicts, "all go back for no reason"
+            self.restored_generation, self.max_step_seen = go.generation, go.restore
+        assert not self.lost or set(range(self.state.wanted)) <= set(go.members), "not all are there"
         planned = go.generation == self.planned_generation
         for rank in self._living(go.members):
             assert not rank.raised and not rank.spoiled, f"rank {rank.number} raised and is a member again"
             assert not rank.released
-            if rank.number in go.behind:
+            if go.restore is not None:
+                has_it = rank.anchor is not None and len(rank.anchor) == go.restore
+                assert has_it == (rank.number not in go.behind)
+            elif rank.number in go.behind:
                 assert rank.committed < go.first_step - 1
             else:
                 assert rank.has_state and rank.committed == go.first_step - 1
@@ -555,14 +659,25 @@ class World:
                 assert state.hold_after is not None, "a pause was wanted, and nobody was told"
             self._check_same_history(state.members, done)
         elif end.state == "stopped":
-            assert self.stop_wanted or self.given_up
-            if "after step" in end.reason:
+            assert self.stop_wanted or self.given_up or "not finite" in end.reason
+            if "not finite" in end.reason:
+                self._check_not_finite(end, done)
+            elif "after step" in end.reason:
                 assert end.reason.endswith(f"after step {done}.")
                 self._check_same_history(state.members, done)
             elif not self.given_up and before.phase == "training":
                 assert state.hold_after is not None, "a stop was wanted, and nobody was told"
         else:
             self._check_failed(end, done, before)
+
+    def _check_not_finite(self, end: planner.End, done: int) -> None:
+        told = {(generation, step) for cause, generation, step in self.verdicts if cause == "nan"}
+        assert done + 1 in {step for _, step in told}
+        again = "had gone back once" in end.reason
+        assert again == (self.on_nan == "rollback")
+        assert not again or len([step for _, step in told if step == done + 1]) > 1
+        for rank in self._living(self.state.alive):
+            assert rank.committed in (done, -1), f"rank {rank.number} is at {rank.committed}, the books are at {done}"
 
     def _check_failed(self, end: planner.End, done: int, before: planner.State) -> None:
         """The reason of a failed run is the truth, and nothing but a good reason fails a run."""
@@ -574,16 +689,25 @@ class World:
             assert end.error and end.error["etype"] == "ValueError" and end.error["ranks"]
             have = max(0, *(self.ranks[number].committed for number in self.state.alive))
             # Or the last step's books were closed for a rank that died before it could copy it.
-            assert done == have or done == have + 1 == before.first_step - 1
+            is_known = before.going_back is None or before.going_back.sent is None
+            assert done == have or done == have + 1 == before.first_step - 1 or not is_known
         elif "could not form" in end.reason:
             deaths = sum(rank.dead for rank in [*self.ranks, *self.former])
             assert self.breaks + deaths + self.num_adoptions > planner.MAX_FRUITLESS_REGROUPS
         elif "All ranks are lost" in end.reason:
-            assert all(rank.dead or rank.released or not rank.has_state for rank in self.ranks)
+            assert all(rank.dead or rank.released or rank.condemned or not rank.has_state for rank in self.ranks)
         elif "No rank is left" in end.reason:
-            assert all(rank.dead or rank.released or rank.raised or not rank.has_state for rank in self.ranks)
+            gone = [rank.dead or rank.released or rank.raised or rank.condemned for rank in self.ranks]
+            assert all(is_gone or not rank.has_state for rank, is_gone in zip(self.ranks, gone, strict=True))
         elif "All ranks that held the state" in end.reason:
             assert not any(rank.has_state and not rank.raised for rank in self._living(self.state.alive))
+        elif "differ again" in end.reason:
+            told = Counter(step for _, step in {v[1:] for v in self.verdicts if v[0] == "divergence"})
+            assert max(told.values()) > 1
+        elif "cannot be replaced" in end.reason:
+            assert self.restart and (self.nobody_comes or self.keeper.given_up)
+        elif "No rank is more to blame" in end.reason:
+            assert self.breaks
         else:
             raise AssertionError(f"failed for no good reason: {end.reason}")
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ftnb.core import checks
 from ftnb.core.checks import difference
 
 WEIGHT, BIAS, MEAN = 0, 1, 2  # positions in `tensors`
@@ -119,3 +120,42 @@ def test_one_odd_rank_among_many_is_always_found_and_named(num_ranks, data):
     blamed = odd_rank if num_ranks > 2 else 1
     assert f"rank {blamed}" in text
     assert difference(dict.fromkeys(range(num_ranks), odd)) is None
+
+
+# --- replicas and gradients --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("digests", "odd"),
+    [
+        ({}, ()), ({0: "a"}, ()), ({0: "a", 1: "a"}, ()), ({0: "a", 1: "b"}, ()),
+        ({0: "a", 1: "b", 2: "a"}, (1,)), ({3: "b", 1: "a", 2: "a"}, (3,)), ({0: "a", 1: "b", 2: "c"}, ()),
+        ({0: "a", 1: "a", 2: "b", 3: "b"}, ()), ({0: "a", 1: "a", 2: "a", 3: "b", 4: "c"}, (3, 4)),
+        ({0: "a", 1: "a", 2: "b", 3: "c"}, ()),
+    ],
+)  # fmt: skip
+def test_the_odd_ones_have_a_strict_majority_against_them(digests, odd):
+    assert checks.odd_ones(digests) == odd
+
+
+def test_words_on_replicas_that_differ():
+    said = checks.divergence_words(40, {0: "a", 1: "a", 2: "a", 3: "b", 4: "c"})
+    assert said == "After step 40, ranks 3 and 4 differ from ranks 0, 1 and 2."
+    said = checks.divergence_words(40, {1: "a", 0: "b"})
+    assert said == "After step 40, ranks 0 and 1 differ, and no majority says which of them is right."
+
+
+@pytest.mark.parametrize(
+    ("told", "end"),
+    [
+        ({0: (False, ""), 2: (True, "loss")}, ": rank 2 has brought it in (loss)."),
+        ({0: (True, "a"), 1: (True, "b"), 2: (False, "")}, ": ranks 0 and 1 have brought it in (a, b)."),
+        ({0: (True, ""), 1: (True, "")}, ": on every rank, so it is the loss itself."),
+        ({0: (True, "loss")}, ": rank 0 has brought it in (loss)."),
+        ({0: (False, ""), 1: (False, "the sum over all ranks")}, " by itself: the sum over all ranks."),
+        ({0: (False, "")}, " by itself."),
+    ],
+)
+def test_words_on_a_gradient_that_is_not_finite(told, end):
+    said = checks.nan_words(7, told)
+    assert said.startswith("The gradient of step 7 is not finite (NaN or infinite)") and said.endswith(end)

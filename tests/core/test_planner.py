@@ -637,6 +637,7 @@ def test_the_end_comes_when_every_member_has_finished():
 # --- anything at any moment --------------------------------------------------------------------------------
 
 
+FOUND = st.sampled_from(["hang", "hang", "condemn", "flip", "resume"])
 MOVES = st.sampled_from([5, 20, 60, 100, 200, 400, 800])
 SEEDS = st.integers(0, 2**16)
 ENDS = st.sampled_from(["kill", "kill", "exit", "crash"])
@@ -658,20 +659,24 @@ class AnyTrouble(RuleBasedStateMachine):
         has_buffers=st.booleans(),
         reports_first=st.booleans(),
         calm=st.booleans(),
+        check_replicas=st.sampled_from([None, 1, 2, 3]),
+        on_nan=st.sampled_from(["stop", "rollback"]),
     )
-    def begin(self, num_ranks, total_steps, notices_peers, has_buffers, reports_first, calm):
-        self.calm, self.any_exception = calm, False
+    def begin(self, num_ranks, total_steps, notices_peers, has_buffers, reports_first, calm, check_replicas, on_nan):
+        self.calm, self.any_exception, self.any_flip = calm, False, False
         self.world = World(
             num_ranks,
             total_steps,
             notices_peers=notices_peers,
             has_buffers=has_buffers,
             reports_first=reports_first,
+            check_replicas=check_replicas,
+            on_nan=on_nan,
         )
 
     def well(self):
         ranks = self.world.ranks
-        return {rank.number for rank in ranks if not (rank.dead or rank.raised or rank.armed)}
+        return {r.number for r in ranks if not (r.dead or r.raised or r.armed or r.hung or r.flipped)}
 
     @rule(num_moves=MOVES, seed=SEEDS)
     def go_on(self, num_moves, seed):
@@ -695,9 +700,24 @@ class AnyTrouble(RuleBasedStateMachine):
             self.world.raise_in(number, where)
 
     @precondition(lambda self: not self.calm)
-    @rule(ahead=st.integers(1, 9))
-    def bad_step(self, ahead):
-        self.world.bad_step = self.world.state.committed + ahead
+    @rule(ahead=st.integers(1, 9), name=st.sampled_from(["bad_step", "nan_step"]))
+    def bad_step(self, ahead, name):
+        setattr(self.world, name, self.world.state.committed + ahead)
+
+    @rule(num_moves=MOVES, seed=SEEDS, number=st.integers(0, 4), what=FOUND)
+    def do_harm_alive(self, num_moves, seed, number, what):
+        self.world.go_on(num_moves, seed)
+        number %= len(self.world.ranks)
+        if self.calm and what == "flip" and self.any_flip:
+            return  # two between the same two checks look like a mistake in the cell
+        if not self.calm or what == "resume" or self.well() - {number}:
+            self.any_flip = self.any_flip or what == "flip"
+            getattr(self.world, what)(number)
+
+    @rule(num_moves=MOVES, seed=SEEDS)
+    def no_progress(self, num_moves, seed):
+        self.world.go_on(num_moves, seed)
+        self.world.no_progress()
 
     @rule(num_moves=MOVES, seed=SEEDS, number=st.integers(0, 4), seconds=st.sampled_from([0.1, 1.0]))
     def break_connection(self, num_moves, seed, number, seconds):

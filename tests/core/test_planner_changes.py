@@ -378,11 +378,17 @@ def story(seed: int) -> World:
     world = World(
         dice.randint(1, 5), LONG_RUN if endless else dice.randint(1, 30), notices_peers=dice.random() < 0.7,
         has_buffers=dice.random() < 0.5, reports_first=dice.random() < 0.7, refill=dice.random() < 0.7,
-        num_spares=dice.choice((0, 0, 1, 2)), seed=seed,
+        num_spares=dice.choice((0, 0, 1, 2)), seed=seed, restart=dice.random() < 0.35,
+        on_nan=dice.choice(("stop", "rollback", "rollback")), check_replicas=dice.choice((None, 1, 2, 3, 5)),
     )  # fmt: skip
-    may_raise = True
-    kinds = ["die", "die", "pooled", "supervisor", "supervisor", "resize", "pause", "unpause", "raise", "break", "repeat"]
+    may_raise = may_be_nan = may_flip = True
+    kinds = [
+        "die", "die", "pooled", "supervisor", "supervisor", "resize", "pause", "unpause", "raise", "break", "repeat",
+        "hang", "hang", "resume", "condemn", "flip", "flip", "nan", "stand still",
+    ]  # fmt: skip
     kinds = dice.sample(kinds, dice.randint(1, len(kinds)))
+    if calm and world.on_nan == "stop":
+        kinds = [kind for kind in kinds if kind != "nan"] or ["die"]
     if calm and ("resize" in kinds or not world.refill):  # or the only ranks that are well might be those that leave
         kinds = [kind for kind in kinds if kind != "raise"] or ["die"]
     for _ in range(dice.randint(1, 12)):
@@ -415,6 +421,24 @@ def story(seed: int) -> World:
             world.tick(dice.choice((0.1, 1.0)))
         elif kind == "repeat":
             world.repeat_all()
+        elif kind in ("hang", "condemn"):
+            number = dice.choice(numbers)
+            if not calm or world.can_spare(number):
+                getattr(world, kind)(number)
+        elif kind == "resume":
+            world.resume(dice.choice(numbers))
+        elif kind == "flip" and may_flip:
+            may_flip = not calm  # two between the same two checks look like a mistake in the cell
+            world.flip(dice.choice(numbers))
+        elif kind == "nan" and may_be_nan:
+            may_be_nan = not calm  # the same for two in the same step
+            world.raise_in(dice.choice(numbers), "nan")
+        elif kind == "stand still":
+            world.no_progress(waiting=calm or dice.random() < 0.9)
+            if not calm and dice.random() < 0.2:
+                world.nan_step = world.state.committed + dice.randint(1, 4)
+            elif not calm and world.restart and dice.random() < 0.2:
+                world.nobody_comes = "the notebook is gone"
     if endless and calm and "could not form" not in str(world.end):
         world.keeps = True
         if not world.refill and world.end is None:

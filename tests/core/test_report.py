@@ -102,7 +102,8 @@ def test_one_rank_killed():
     metrics, ledger = train([((0, 1, 2, 3), 4), ((0, 1, 3), 8)])
     report = build_report(run_json(8), [failed(2, 5), recovered([2], 5), finished()], metrics, ledger)
     assert report.ok
-    assert report.failures == [Failure("kill", 2, 5, "rank 2 was killed by SIGKILL", **PHASES)]
+    assert report.failures == [Failure("kill", 2, 5, "rank 2 was killed by SIGKILL", **PHASES, lost_samples=8)]
+    assert (report.lost_steps, report.lost_samples) == (1, 8)
     assert (report.generations, report.world_size_start, report.world_size_end) == (2, 4, 3)
 
 
@@ -203,6 +204,14 @@ def test_lines_of_a_later_generation_replace_earlier_ones():
     assert (report.steps, report.samples_used, report.samples_expected) == (5, 38, 38)
     assert report.final_loss == 9.0
     assert report.notes == ["3 ledger lines of earlier generations replaced by later ones"]
+
+
+def test_steps_that_were_undone_do_not_count_if_the_run_ended_before_they_were_done_again():
+    metrics, ledger = train([((0, 1, 2, 3), 8)])
+    back = make_event("rolled_back", 103.0, 2, reason="All go back.", first_step=5, last_step=8)
+    stopped = make_event("run_stopped", 104.0, 2, reason="Stopped.")
+    report = build_report(run_json(8, state="stopped"), [back, stopped], metrics, ledger)
+    assert (report.steps, report.samples_used, report.problems) == (4, 8 + 8 + 6 + 8, [])
 
 
 def test_a_step_twice_in_one_generation_is_a_repetition():
@@ -319,6 +328,7 @@ run: finished, 8 of 8 steps in 8.0 s, goodput 80.0 %
 
   ranks       4 at the start, 3 at the end, 2 generations
   final loss  0.125
+  lost work   1 step (8 samples) done again
   samples     60 expected, 60 used, 0 repeated, 0 missed
   weights     equal on 2 ranks, sha256 abababababababab
   checks      all hold
@@ -368,6 +378,8 @@ def test_to_dict_is_plain_data():
         "reason": "rank 2 was killed by SIGKILL",
         **PHASES,
         "rejoined_s": None,
+        "lost_samples": 8,
+        "injected": None,
     }
 
 

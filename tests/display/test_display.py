@@ -10,6 +10,7 @@ import pytest
 from ftnb.display import live as live_module
 from ftnb.display.events import events_table
 from ftnb.display.live import Live, Output, Terminal
+from ftnb.display.stacks import stacks
 from ftnb.display.status import cluster_status, resizing_cluster, run_status, starting_cluster
 from ftnb.display.table import Shown, seconds, show
 from ftnb.errors import ClusterError
@@ -46,6 +47,33 @@ def test_run_status_in_text():
     assert lines[3] == "500 ms · 99.6 steps/s · about 1.5 s left · goodput 97.0 %"
     assert lines[-1] == "- rank 1 was <killed>"
     assert any("failed" in line and line.startswith("1 ") for line in lines)
+
+
+def test_chaos_is_part_of_the_status():
+    chaos = {"mtbf_s": 30.0, "kinds": ["kill"], "injected": 3, "spared": 1}
+    assert "chaos every 30 s on average (3 injected, 1 spared)" in run_status(INFO | {"chaos": chaos}).text
+    assert "chaos" not in run_status(INFO | {"chaos": None}).text
+
+
+def test_equal_stacks_are_shown_once():
+    waiting = {"place": "collective", "step": 41, "stack": ["  File <cell>, line 3", "    loss.backward()"]}
+    shown = stacks({
+        0: waiting, 1: waiting, 3: dict(waiting), 2: {"place": "forward", "step": 42, "stack": ["<lambda>"]},
+        4: {"problem": "it holds the interpreter lock or is stopped."}, 5: {"place": None, "step": None, "stack": []},
+    })  # fmt: skip
+    assert shown.text.splitlines() == [
+        "ranks 0, 1 and 3, all-reduce of step 41:",
+        "    File <cell>, line 3",
+        "      loss.backward()",
+        "rank 2, forward and loss of step 42:",
+        "  <lambda>",
+        "rank 4, it holds the interpreter lock or is stopped.",
+        "rank 5, not in a training.",
+    ]
+    assert "&lt;lambda&gt;" in shown.html and "<lambda>" not in shown.html
+    assert shown.html.count("loss.backward()") == 1
+    assert stacks({}).text == "No rank is there."
+    assert "dreaming (step 3)" in stacks({0: {"place": "dreaming", "step": 3}}).text, "a place that it does not know"
 
 
 def test_run_status_in_html_says_the_same_and_escapes():

@@ -114,7 +114,8 @@ def test_every_magic_has_help_and_refuses_what_it_does_not_know(shell, module, c
 @pytest.mark.parametrize("module", COMMANDS)
 def test_without_a_cluster_every_magic_says_what_to_type(shell, module):
     name = module.COMMAND.name
-    line = {"ft_cluster": "%ft_cluster status", "ft_inject": "%ft_inject kill"}.get(name, f"%{name}")
+    lines = {"ft_cluster": "%ft_cluster status", "ft_inject": "%ft_inject kill", "ft_chaos": "%ft_chaos --mtbf 5"}
+    line = lines.get(name, f"%{name}")
     assert "%ft_cluster start" in str(failing(shell, line))
 
 
@@ -205,7 +206,10 @@ def test_steering_asks_the_supervisor(shell, connection, capsys):
 
 
 @pytest.mark.parametrize(
-    "kind, message", [("hang", "not available yet"), ("kil", "Did you mean kill"), ("", "needs a kind")]
+    "kind, message",
+    [("disk-full", "not available yet"), ("kil", "Did you mean kill"), ("", "needs a kind"),
+     ("kill --factor 2", r"takes no factor (--factor)"), ("kill --seed 3", "only together with probability"),
+     ("hang --at-step 3 --after 1", "not several"), ("kill --probability 2", "up to 1")],
 )
 def test_other_faults_are_refused(shell, connection, kind, message):
     connection.answers["run_info"] = run_info()
@@ -214,7 +218,35 @@ def test_other_faults_are_refused(shell, connection, kind, message):
 
 def test_fault_kinds_are_listed_without_a_cluster(shell, capsys):
     assert shell.run_cell("%ft_inject --list").success
-    assert "bitflip" in capsys.readouterr().out
+    shown = capsys.readouterr().out.splitlines()
+    hang = next(line for line in shown if line.startswith("hang "))
+    assert "SIGSTOP" in hang and hang.count(" → ") == 2 and hang.endswith("--duration")
+    assert next(line for line in shown if line.startswith("disk-full ")).endswith("(not available yet)")
+    assert "--probability" in shown[-1]
+
+
+def test_chaos_is_begun_and_ended(shell, connection, capsys):
+    connection.answers |= {
+        "run_info": run_info(), "chaos": {"reason": "Chaos goes on."}, "chaos_stop": {"reason": "Chaos is over."},
+    }  # fmt: skip
+    assert shell.run_cell("%ft_chaos --mtbf 30 --kinds kill,hang --for 60 --seed 3 --no-mercy").success
+    assert connection.sent("chaos") == {
+        "run": "run", "mtbf_s": 30.0, "kinds": ["kill", "hang"], "for_s": 60.0, "seed": 3, "no_mercy": True,
+    }  # fmt: skip
+    assert shell.run_cell("%ft_chaos stop").success
+    assert capsys.readouterr().out == "Chaos goes on.\nChaos is over.\n"
+    for line, words in (("", "--mtbf 30"), ("stp", "Did you mean stop?"), ("stop --seed 3", "no options"),
+                        ("--mtbf 5 --kinds kil", "Did you mean kill?")):  # fmt: skip
+        assert words in str(failing(shell, f"%ft_chaos {line}"))
+
+
+def test_stacks_are_shown_by_groups(shell, connection, capsys):
+    stack = {"place": "collective", "step": 41, "stack": ["line 7 of the cell"]}
+    connection.answers |= {
+        "run_info": run_info(), "stacks": {"ranks": {"0": stack, "1": stack, "3": stack, "2": {"problem": "it is stopped"}}},
+    }  # fmt: skip
+    assert shell.run_cell("%ft_stacks").success
+    assert "ranks 0, 1 and 3, all-reduce of step 41:\n  line 7 of the cell\nrank 2, it is stopped.\n" in capsys.readouterr().out
 
 
 def test_status_is_of_the_run_or_before_it_of_the_cluster(shell, connection, capsys):

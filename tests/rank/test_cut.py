@@ -129,7 +129,7 @@ def test_connections_that_are_made_meanwhile_are_cut_as_well(other, listener):
             assert talk.heard == list(range(len(talk.heard)))
 
 
-def test_sockets_that_are_healed_are_as_before_and_those_that_were_closed_do_no_harm():
+def close_one_in_the_cut(rank: int) -> None:
     here, there = [], []
     with socket.create_server(("127.0.0.1", 0)) as listener:
         for _ in range(3):
@@ -149,6 +149,10 @@ def test_sockets_that_are_healed_are_as_before_and_those_that_were_closed_do_no_
     assert len(os.listdir("/proc/self/fd")) == descriptors - 1
     for sock in (*here, *there):
         sock.close()
+
+
+def test_sockets_that_are_healed_are_as_before_and_those_that_were_closed_do_no_harm():
+    run_ranks(close_one_in_the_cut, 1)
 
 
 def test_messages_over_zeromq_come_later_in_order_and_none_is_lost(tmp_path):

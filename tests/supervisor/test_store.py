@@ -72,3 +72,17 @@ def test_events_are_on_the_disk_at_once_and_hold_no_nan(tmp_path):
     recorder.flush()
     assert (tmp_path / "logs" / "rank-2.log").read_text().endswith(" hello\n")
     recorder.close()
+
+
+def test_a_request_that_is_asked_again_is_done_once():
+    store = StoreServer()
+    store.open(1)
+    add = {"id": 1, "generation": 1, "command": "add", "key": "a", "amount": 1}
+    first = store.handle("r0", add)
+    assert store.handle("r0", add) == first and first[0].fields == {"number": 1}
+    wait = {"id": 1, "generation": 1, "command": "wait", "keys": ["b"]}
+    assert store.handle("r1", wait) == [] and store.handle("r1", wait) == []
+    answers = store.handle("r0", {"id": 2, "generation": 1, "command": "set", "key": "b", "value": b"1"})
+    assert [(answer.to, answer.request_id) for answer in answers] == [("r0", 2), ("r1", 1)]
+    assert [answer.ok for answer in store.handle("r1", wait)] == [True], "the answer was lost, and is given again"
+    assert store.handle("r0", {"id": 3, "generation": 1, "command": "add", "key": "a", "amount": 1})[0].fields == {"number": 2}
