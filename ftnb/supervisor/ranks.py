@@ -47,6 +47,7 @@ class Slot:
     place: str | None = None  # what it does in a run, and in which step: fetch, forward, collective, …
     place_step: int | None = None
     place_since: float = 0.0  # monotonic time
+    moved: float = 0.0  # monotonic time of its last commit, which may be newer than its last heartbeat
     heartbeats: Heartbeats = field(default_factory=lambda: Heartbeats(BEAT_S, longest_delay_s=LINK_DELAY_S))
     memory: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=MEMORY_KEPT))  # (time, MB)
     printed: deque[str] = field(default_factory=lambda: deque(maxlen=LINES_KEPT))  # its last lines

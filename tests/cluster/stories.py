@@ -98,26 +98,27 @@ def draw(seed: int) -> Story:
         "evict_stragglers": dice.random() < 0.2,
     }
     acts: list[Act] = []
-    for number in range(dice.randint(1, 4)):
-        together = number > 0 and dice.random() < 0.4
+    storm = dice.random() < 0.4  # all of it within a moment
+    for number in range(dice.randint(2 if storm else 1, 4)):
+        together = number > 0 and dice.random() < (0.8 if storm else 0.3)
         pause_s = 0.0 if together else dice.uniform(0.0, 0.6)
         in_recovery = number > 0 and not together and dice.random() < 0.4
-        acts.append(Act("inject", pause_s, in_recovery, _fault(dice, options)))
+        acts.append(Act("inject", pause_s, in_recovery, _fault(dice, options, storm)))
     for act in _commands(dice):
         acts.insert(dice.randint(0, len(acts)), act)
     return Story(seed, seed % 2, steps, pace_s, options, tuple(_in_order(acts)))
 
 
-def _fault(dice: random.Random, options: dict[str, Any]) -> dict[str, Any]:
+def _fault(dice: random.Random, options: dict[str, Any], storm: bool) -> dict[str, Any]:
     kind = dice.choice(KINDS)
     if kind == "bitflip" and options["check_replicas"] is None:
         options["check_replicas"] = 6  # else nothing would find it, and nothing could be asked of the run
     arguments: dict[str, Any] = {"kind": kind, "rank": dice.randrange(NUM_RANKS)}
     when = dice.choice(("now", "steps_ahead", "steps_ahead", "after_s"))
     if when == "steps_ahead":  # of the one that it is in by then
-        arguments["steps_ahead"] = dice.randint(1, 40)
+        arguments["steps_ahead"] = dice.randint(1, 4 if storm else 40)
     elif when == "after_s":
-        arguments["after_s"] = round(dice.uniform(0.0, 1.0), 2)
+        arguments["after_s"] = round(dice.uniform(0.0, 0.2 if storm else 1.0), 2)
     if kind in LASTS and dice.random() < 0.5:
         arguments["duration_s"] = dice.choice((0.1, 0.3, 0.7, 1.4, 2.0, 3.0))
     if kind == "slow":
