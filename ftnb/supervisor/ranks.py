@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,14 @@ class Slot:
             if len(self.memory) > 1 and now - self.memory[-2][0] < MEMORY_EVERY_S:
                 self.memory.pop()
             self.memory.append((now, rss_mb))
+
+    def stood_s(self, now: float) -> float:
+        """How long it has been where its newest heartbeat says. A commit since then proves that it has moved."""
+        return max(0.0, now - max(self.place_since, self.moved))
+
+    def is_elsewhere(self, answer: Mapping[str, Any] | None) -> bool:
+        """Whether what it has just answered (see `stacks`) is not where its newest heartbeat says."""
+        return answer is not None and (answer.get("place"), answer.get("step")) != (self.place, self.place_step)
 
     @classmethod
     def restored(cls, record: dict[str, Any], directory: Path) -> Slot:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from ftnb.core import protocol, watch
@@ -104,7 +104,7 @@ class Watcher:
         stand_still = [
             rank for rank in judged
             if rank in run.living and rank in before and _stand(ranks[rank]) == before[rank]
-            and ranks[rank].place_since < asked and not _is_elsewhere(ranks[rank], answers.get(rank))
+            and ranks[rank].place_since < asked and not ranks[rank].is_elsewhere(answers.get(rank))
         ]  # fmt: skip
         if self._supervisor.going_run is not run or run.generation != generation:
             return
@@ -146,14 +146,9 @@ class Watcher:
         return watch.Sign(
             number, heartbeats.phi(now), heartbeats.age_s(now) or 0.0, linked,
             0.0 if down_since is None else max(0.0, now - down_since), stopped,
-            slot.place if run is not None else None, slot.place_step, max(0.0, now - max(slot.place_since, slot.moved)),
+            slot.place if run is not None else None, slot.place_step, slot.stood_s(now),
             run is None or slot.phase != "training" or run.is_first(number, slot.place_step),
         )
-
-
-def _is_elsewhere(slot: Slot, answer: Mapping[str, Any] | None) -> bool:
-    """The answer is newer than any heartbeat."""
-    return answer is not None and (answer.get("place"), answer.get("step")) != (slot.place, slot.place_step)
 
 
 def _stand(slot: Slot) -> tuple[Any, ...]:

@@ -336,29 +336,3 @@ def test_an_injected_exception_says_nothing_about_the_next_newcomer(
     assert raised - events_of(run, "rank_joined")[0]["step"] < 3 <= joined
     assert count(run, "spare_lost") == 0
     assert_same(losses_of(run), reference.losses, SAME_F64)
-
-
-FIRST_STEPS = """
-import torch, time
-_numbers = torch.Generator().manual_seed(1)
-dataset = torch.utils.data.TensorDataset(torch.randn(48, 4, generator=_numbers), torch.randn(48, 1, generator=_numbers))
-model, seen = torch.nn.Linear(4, 1), set()
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-
-def training_step(model, batch):
-    x, y = batch
-    if len(x) not in seen:
-        time.sleep(1.2)
-    seen.add(len(x))
-    return torch.nn.functional.mse_loss(model(x), y)
-"""
-
-
-def test_a_first_step_that_took_long_is_not_held_against_anybody_when_it_is_over(session: ftnb.Session) -> None:
-    """Its commit is known before the next heartbeat, which until then tells of a step that has no long limit any more."""
-    for size in range(16, 40):  # many first steps, for that moment is short
-        run = session.train(FIRST_STEPS, steps=2, global_batch=size, hang_timeout_s=0.3, names={}, show=lambda _: None)
-        report = run.wait(timeout_s=DEADLINE_S)
-        assert report.state == "finished", str(report)
-        blamed = [event for event in run.events() if event["kind"] in ("rank_suspected", "rank_failed")]
-        assert not blamed, (size, blamed)
