@@ -636,7 +636,8 @@ class ActiveRun:
         """
         slot = self._supervisor.ranks.get(rank)
         done = self._sizes_done.get(slot.key) if slot is not None else None
-        return not done or (step is not None and self._share_size(rank, step) not in done)
+        # Ranks that have gone back to the start may stand "after step 0".
+        return not done or (step is not None and step >= 1 and self._share_size(rank, step) not in done)
 
     def typical_step_s(self, rank: int) -> float | None:
         """What a step takes this rank, without waiting for the others."""
