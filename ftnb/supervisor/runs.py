@@ -430,6 +430,7 @@ class ActiveRun:
             evaluate = last if every and last and last % every == 0 and self._evaluated_step < last else None
             for rank in action.members:
                 supervisor.ranks[rank].state = "training"
+                supervisor.ranks[rank].went_on(time.monotonic(), "form", action.first_step)
                 supervisor.tell_rank(
                     rank, "go", generation=action.generation, members=list(action.members),
                     first_step=action.first_step, source=action.source, behind=list(action.behind),
@@ -441,6 +442,7 @@ class ActiveRun:
         elif isinstance(action, protocol.SendRelease):
             for rank in action.ranks:
                 supervisor.tell_rank(rank, "release")
+                supervisor.ranks[rank].went_on(time.monotonic(), "fetch", self._state.committed + 1)
         elif isinstance(action, protocol.SendDrop):
             for rank in action.ranks:
                 # Also one that was left out for an exception: its process lives and can train again.

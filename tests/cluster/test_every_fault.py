@@ -366,3 +366,21 @@ def test_paused_when_all_have_gone_back_to_the_start(
     report = finish(run, gate)
     check_end(report, [1])
     assert_same(final_losses(run), reference.losses, SAME_F64)
+
+
+def test_an_interpreter_lock_that_is_held_right_after_a_pause_is_found(
+    session: ftnb.Session, reference: Reference, gate: Gate
+) -> None:
+    """The last that was heard of the rank is that it is held, where it may stay as long as it likes."""
+    run = start(session, gate.cell, hang_timeout_s=HANG_S)
+    wait_until(lambda: run.step >= 10, "every size of a share has been there: the first one may take long")
+    run.pause()
+    wait_until(lambda: run.state == "paused", "it is paused")
+    gate.open()  # no 0.1 s from here to the fault: a heartbeat would come in between
+    run.inject("gil", rank=3, at_step=run.step + 1)
+    run.unpause()
+    wait_until(lambda: count(run, "rank_failed") == 1, "it is found")
+    report = finish(run, gate)
+    assert report.state == "finished" and report.ok, str(report)
+    assert [(failure.rank, failure.kind) for failure in report.failures] == [(3, "gil")]
+    assert_same(losses_of(run), reference.losses, SAME_F64)
