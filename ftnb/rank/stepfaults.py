@@ -69,7 +69,7 @@ class StepFaults:
             self._slow = None
             return 0.0
         name, _, _ = self._whereabouts.place
-        self._whereabouts.at("forward", step)
+        self._whereabouts.at("forward", step + 1)  # it has the sum of this step: the others wait for it in the next one
         awake = min(began + (factor - 1) * own_s, until)
         while (left_s := awake - time.monotonic()) > 0 and not group.aborted:
             time.sleep(min(left_s, _NAP_S))
