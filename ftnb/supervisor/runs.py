@@ -85,6 +85,7 @@ class ActiveRun:
         # How large the shares were that each process (by its key) has done a step with: see `is_first`.
         self._sizes_done: dict[str, set[int]] = {}
         self._skipped: dict[int, dict[int, tuple[str, bool]]] = {}  # by step and rank: (where, whether it is a source)
+        self._skips_told = 0  # the last step of which that was told
         self._useful_s = 0.0
         self._last_commit: float | None = None
         self._state = planner.new(self.total_steps, **_strategy(self.options))
@@ -118,7 +119,7 @@ class ActiveRun:
             "planner": planner.to_json(self._state), "faults": self.faults.record(), "chaos": self.chaos.record(),
             "books": [self._open_generation, list(self._open_members), self._open_first],
             "state": self.state, "reason": self.reason, "error": self.error, "ended": self.ended,
-            "evaluated_step": self._evaluated_step, "no_joining": self.no_joining,
+            "evaluated_step": self._evaluated_step, "skips_told": self._skips_told, "no_joining": self.no_joining,
             "final_ranks": self._final_ranks, "digests": {str(r): d for r, d in self._digests.items()},
             # What is being written right now: the events file ends with these lines, or they are still to be written.
             "events_size": self._recorder.events_size, "events": self._pending,
@@ -138,7 +139,8 @@ class ActiveRun:
         )
         self._state = planner.from_json(record["planner"])
         self.num_ranks = self._state.wanted  # it may have been resized
-        self._evaluated_step, self.no_joining = record["evaluated_step"], record["no_joining"]
+        self._evaluated_step, self._skips_told = record["evaluated_step"], record["skips_told"]
+        self.no_joining = record["no_joining"]
         self._final_ranks = record["final_ranks"]
         self._digests = {int(rank): digest for rank, digest in record["digests"].items()}
         self._recorder, kept = Recorder.reopen(self.directory, record["events_size"], record["events"])
@@ -146,6 +148,7 @@ class ActiveRun:
             self.failures += event["kind"] == "rank_failed"
             self.recent.appendleft(event.get("reason", ""))
         self._useful_s = useful_seconds(kept.metrics)
+        self.pace.recall(line["step_s"] for line in kept.metrics)
         for line in kept.metrics:
             self._note_line(line)
         generation, members, first_step = record["books"]
@@ -249,10 +252,11 @@ class ActiveRun:
         _, generation, step, rank, samples, digest, loss, weight, scalars = record
         self._write(self._assembler.fetched(generation, step, rank, samples, digest, loss, weight, scalars))
 
-    def committed(self, record: list[Any]) -> None:
+    def committed(self, record: list[Any], key: str) -> None:
+        """`key`: of the process that tells it; its slot may have another one by now."""
         _, generation, step, rank, when, lr, norm, step_s, *own_s = record
         if generation == self._open_generation:
-            self._sizes_done.setdefault(self._supervisor.ranks[rank].key, set()).add(self._share_size(rank, step))
+            self._sizes_done.setdefault(key, set()).add(self._share_size(rank, step))
             if own_s:
                 self._stragglers.step(step, rank, own_s[0])
         # The books' generation, not the planner's: commits may still come in when the next one is being formed.
@@ -261,7 +265,7 @@ class ActiveRun:
             if first:
                 self.state = self._shown_state()
                 self._write_run()
-            self.pace.committed(when, step)
+            self.pace.committed(when, step, step_s)
             if first:
                 self.notify()
         self.faults.moved(rank, when)
@@ -276,15 +280,15 @@ class ActiveRun:
     def update_skipped(self, record: list[Any]) -> None:
         """The gradient of a step was not finite, and its update is not made (`on_nan` is skip)."""
         _, generation, step, rank, where, source = record
-        if generation != self._open_generation:
-            return
+        if generation != self._open_generation or step <= self._skips_told:
+            return  # the latter: a supervisor before has told it, and not yet let go of the report
         told = self._skipped.setdefault(step, {})
         told[rank] = (where, source)
         if told.keys() >= self.living:
             self._tell_skipped(step)
 
     def _tell_skipped(self, step: int) -> None:
-        told = self._skipped.pop(step)
+        told, self._skips_told = self._skipped.pop(step), step
         sources = sorted(rank for rank, (_, source) in told.items() if source)
         where = {told[rank][0] for rank in sources or told} - {""}
         if not sources:
@@ -337,7 +341,8 @@ class ActiveRun:
                 self.condemn(found.rank, "straggler", reason, slot.fault_time or time.time())
 
     def finished(self, rank: int, generation: int, digest: str) -> None:
-        self._digests[rank] = digest
+        if generation == self._state.generation and rank in self._state.members:  # else told late: of other weights
+            self._digests[rank] = digest
         self.handle(protocol.RankFinished(rank, generation))
 
     def give_up(self, outcome: str, reason: str) -> None:
@@ -420,7 +425,8 @@ class ActiveRun:
             self._open_first = action.first_step
             self.step = action.first_step - 1  # after a rollback it is less than before
             self._skipped.clear()
-            self._stragglers.changed(action.members)
+            self._stragglers.changed(action.members, self._state.newcomers)
+            self._skips_told = min(self._skips_told, action.first_step - 1)
             self._digests.clear()  # those of ranks that had finished, should one die at the very end
         elif isinstance(action, protocol.CloseGeneration):
             self._write(self._assembler.close_generation(action.last_committed))
@@ -453,8 +459,7 @@ class ActiveRun:
             raise AssertionError(f"unknown action {action}")
 
     def _words(self, action: protocol.Emit) -> str:
-        slot = self._supervisor.ranks.get(action.rank) if action.kind == "rank_fenced" else None
-        if slot is None or not slot.cut_off:
+        if action.kind != "rank_fenced" or not self._supervisor.fleet.is_cut_off(action.rank):
             return action.reason
         return (
             f"Rank {action.rank} does not end although it was killed (its process hangs in the kernel): it is cut off, "
