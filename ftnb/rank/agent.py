@@ -162,7 +162,7 @@ class Agent:
         training, patience_s = self.training, FIRST_STEP_S
         goes_on = training is not None and training.stage == "training" and training.committed >= self._first_step
         if goes_on and (self._place() or (None,))[0] not in PATIENT_PLACES:
-            patience_s = max(training.options.get("hang_timeout_s") or 0.0, SLOW_STEPS * training.longest_step_s)
+            patience_s = max(training.options.get("hang_timeout_s") or 0.0, SLOW_STEPS * training.last_step_s)
         self._dead_man.set(max(self._linger_s + ALONE_EXTRA_S, patience_s) + DEAD_MAN_EXTRA_S)
 
     def _end_alone(self) -> None:

@@ -49,7 +49,7 @@ class Training:
         self.stage = "waiting"  # then "ready", "training", "held", "finished"
         self.digest: str | None = None  # of the weights, once finished
         self.in_flight: int | None = None
-        self.longest_step_s = 0.0
+        self.last_step_s = 0.0
         self.generation = 0
         self.weights: list[tuple[str, str, list[int], bytes]] | None = None
         self._backend, self._link, self._orders = backend, link, orders
@@ -283,7 +283,7 @@ class Training:
         self._step_scheduler(step, updated=norm is not None)
         self.committed, self.in_flight = step, None
         now = time.time()
-        self.longest_step_s = max(self.longest_step_s, now - started)
+        self.last_step_s = now - started
         own_s = now - started - (where.waited_s - waited_s)
         slept_s = self._faults.slow_down(own_s, group)
         self._link.report(
