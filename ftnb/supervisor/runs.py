@@ -120,6 +120,7 @@ class ActiveRun:
             "books": [self._open_generation, list(self._open_members), self._open_first],
             "state": self.state, "reason": self.reason, "error": self.error, "ended": self.ended,
             "evaluated_step": self._evaluated_step, "skips_told": self._skips_told, "no_joining": self.no_joining,
+            "sizes_done": {key: sorted(sizes) for key, sizes in self._sizes_done.items()},
             "final_ranks": self._final_ranks, "digests": {str(r): d for r, d in self._digests.items()},
             # What is being written right now: the events file ends with these lines, or they are still to be written.
             "events_size": self._recorder.events_size, "events": self._pending,
@@ -133,6 +134,10 @@ class ActiveRun:
             self._recorder.event(event)
         self._pending = []
 
+    def _save_soon(self) -> None:
+        if not self._handling:
+            self.save()
+
     def _restore(self, record: dict[str, Any], sizes: tuple[Any, ...]) -> None:
         self.state, self.reason, self.error, self.ended = (
             record["state"], record["reason"], record["error"], record["ended"]
@@ -142,6 +147,7 @@ class ActiveRun:
         self._evaluated_step, self._skips_told = record["evaluated_step"], record["skips_told"]
         self.no_joining = record["no_joining"]
         self._final_ranks = record["final_ranks"]
+        self._sizes_done = {key: set(sizes) for key, sizes in record["sizes_done"].items()}
         self._digests = {int(rank): digest for rank, digest in record["digests"].items()}
         self._recorder, kept = Recorder.reopen(self.directory, record["events_size"], record["events"])
         for event in kept.events:
@@ -256,7 +262,10 @@ class ActiveRun:
         """`key`: of the process that tells it; its slot may have another one by now."""
         _, generation, step, rank, when, lr, norm, step_s, *own_s = record
         if generation == self._open_generation:
-            self._sizes_done.setdefault(key, set()).add(self._share_size(rank, step))
+            size, done = self._share_size(rank, step), self._sizes_done.setdefault(key, set())
+            if size not in done:
+                done.add(size)
+                self._save_soon()  # or a successor would give a rank that is stuck by then the time of a first step
             if own_s:
                 self._stragglers.step(step, rank, own_s[0])
         # The books' generation, not the planner's: commits may still come in when the next one is being formed.
@@ -524,8 +533,7 @@ class ActiveRun:
         event = make_event(kind, time.time(), max(generation, 1), rank=rank, step=step, reason=reason, **fields)
         self._pending.append(event)
         self.recent.appendleft(reason)
-        if not self._handling:
-            self.save()
+        self._save_soon()
 
     def say(self, text: str) -> None:
         """Something that is no event, but that whoever looks at the run now should see."""

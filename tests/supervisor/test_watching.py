@@ -130,3 +130,4 @@ def test_what_was_told_is_not_told_again_and_what_comes_late_does_not_count(scen
     assert told["digests"] is None
     assert told["limit_s"] == told["limit_s_then"] == 40.0
     assert told["first"] == [False, True, True]
+    assert told["first_then"] == [False, True]

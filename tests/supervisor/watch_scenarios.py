@@ -201,6 +201,7 @@ async def books(supervisor: WithAgents) -> dict[str, Any]:
     for report in reports:
         successor.update_skipped(report)
     told["limit_s_then"] = successor.pace.median_step_s
+    told["first_then"] = [successor.is_first(1, 3), successor.is_first(1, 4)]
     successor.save()
     events = [json.loads(line) for line in (successor.directory / "events.jsonl").read_text().splitlines()]
     told["nan"] = [event["reason"] for event in events if event["kind"] == "nan_detected"]
