@@ -376,6 +376,13 @@ class Supervisor:
             message = slot.sent.numbered({"op": op, "term": self.term, **fields}, time.monotonic())
             self.rank_socket.send([slot.agent, *messages.encode(message)])
 
+    def is_connected(self, slot: Slot) -> bool:
+        """Whether its agent has a connection, although it has said nothing since this process is in charge."""
+        if slot.process is None:
+            return False
+        nothing_new = messages.encode({"op": "beat_seen", "term": self.term})
+        return self.rank_socket.reaches(b"agent-%d" % slot.process.pid, nothing_new)
+
     def tell_rank(self, rank: int, op: str, **fields: Any) -> None:
         self.tell(self.ranks[rank], op, **fields)
 
