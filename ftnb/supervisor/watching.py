@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ftnb.core import protocol, watch
@@ -104,7 +104,7 @@ class Watcher:
         stand_still = [
             rank for rank in judged
             if rank in run.living and rank in before and _stand(ranks[rank]) == before[rank]
-            and ranks[rank].place_since < asked
+            and ranks[rank].place_since < asked and _agrees(ranks[rank], answers.get(rank))
         ]  # fmt: skip
         if self._supervisor.going_run is not run or run.generation != generation:
             return
@@ -146,9 +146,20 @@ class Watcher:
         return watch.Sign(
             number, heartbeats.phi(now), heartbeats.age_s(now) or 0.0, linked,
             0.0 if down_since is None else max(0.0, now - down_since), stopped,
-            slot.place if run is not None else None, slot.place_step, max(0.0, now - slot.place_since),
+            _place(number, slot, run), slot.place_step, max(0.0, now - slot.place_since),
             run is None or slot.phase != "training" or run.is_first(number, slot.place_step),
         )
+
+
+def _place(rank: int, slot: Slot, run: ActiveRun | None) -> str | None:
+    if run is None:
+        return None
+    return "evaluate" if run.evaluates(rank) else slot.place
+
+
+def _agrees(slot: Slot, answer: Mapping[str, Any] | None) -> bool:
+    """Whether the rank itself says that it is still where its newest heartbeat, which is older, has seen it."""
+    return answer is None or (answer["place"], answer["step"]) == (slot.place, slot.place_step)
 
 
 def _stand(slot: Slot) -> tuple[Any, ...]:
