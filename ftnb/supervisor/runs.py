@@ -86,6 +86,7 @@ class ActiveRun:
         # step it did so first: see `is_first`.
         self._sizes_done: dict[str, dict[int, tuple[int, int]]] = {}
         self._skipped: dict[int, dict[int, tuple[str, bool]]] = {}  # by step and rank: (where, whether it is a source)
+        self._told_cut_off: set[str] = set()  # keys of processes that do not end although they were killed
         self._useful_s = 0.0
         self._last_commit: float | None = None
         self._state = planner.new(self.total_steps, **_strategy(self.options))
@@ -342,7 +343,8 @@ class ActiveRun:
                 self.condemn(found.rank, "straggler", reason, slot.fault_time or time.time())
 
     def finished(self, rank: int, generation: int, digest: str) -> None:
-        self._digests[rank] = digest
+        if generation == self._open_generation:  # else it is on its way since long
+            self._digests[rank] = digest
         self.handle(protocol.RankFinished(rank, generation))
 
     def give_up(self, outcome: str, reason: str) -> None:
@@ -459,9 +461,13 @@ class ActiveRun:
             raise AssertionError(f"unknown action {action}")
 
     def _words(self, action: protocol.Emit) -> str:
-        slot = self._supervisor.ranks.get(action.rank) if action.kind == "rank_fenced" else None
-        if slot is None or not slot.cut_off:
+        if action.kind != "rank_fenced":
             return action.reason
+        # Somebody else may fill the slot by now.
+        found = [s for s in self._supervisor.fleet.slots() if s.cut_off and s.rank == action.rank]
+        if {slot.key for slot in found} <= self._told_cut_off:
+            return action.reason
+        self._told_cut_off.update(slot.key for slot in found)
         return (
             f"Rank {action.rank} does not end although it was killed (its process hangs in the kernel): it is cut off, "
             "nothing that it says is heard any more."
