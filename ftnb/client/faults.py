@@ -65,9 +65,9 @@ def check_chaos(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def list_rows() -> list[tuple[str, str, str]]:
-    """What `%ft_inject --list` shows: kind, what happens → how it is found → what the run does, further options."""
+    """What `%ft_inject --list` shows: kind, what happens → how it is found, further options."""
     rows = []
     for kind in faults.KINDS.values():
         more = " ".join(flag for word, flag in faults.FLAGS.items() if word in kind.takes)
-        rows.append((kind.name, f"{kind.what} → {kind.found} → {kind.then}", more))
+        rows.append((kind.name, f"{kind.what} → {kind.found}", more))
     return rows + [(name, f"{words} (not available yet)", "") for name, words in faults.LATER_KINDS.items()]

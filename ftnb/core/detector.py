@@ -33,8 +33,8 @@ WINDOW = 300
 TOLERANCE_S = 0.05
 # The probability that a heartbeat never comes, so that none that is missing adds more than 2.
 LOST = 0.01
-# Before so many delays are known, the assumption that any up to PRIOR_S may happen counts as well.
-ENOUGH, PRIOR_WEIGHT, PRIOR_S = 50, 10.0, 2.0
+# Before so many delays are known, the assumption that any up to `longest_delay_s` may happen counts as well.
+ENOUGH, PRIOR_WEIGHT = 50, 10.0
 # The delays are put in order again after so many new ones, not for each.
 _REFRESH = 32
 PHI_MAX = 99.0
@@ -43,11 +43,12 @@ PHI_MAX = 99.0
 class Heartbeats:
     """Heartbeats of one rank; the clock is passed in (seconds, any origin)."""
 
-    __slots__ = ("_delays", "_gap_s", "_interval_s", "_new", "_next_delay", "_number", "_offset", "_offset_now",
-                 "_offset_seen", "_ordered", "_reference", "_sent", "_unfair_until", "last")  # fmt: skip
+    __slots__ = ("_delays", "_gap_s", "_interval_s", "_longest_delay_s", "_new", "_next_delay", "_number", "_offset",
+                 "_offset_now", "_offset_seen", "_ordered", "_reference", "_sent", "_unfair_until", "last")  # fmt: skip
 
-    def __init__(self, expected_interval_s: float) -> None:
-        self._interval_s = expected_interval_s
+    def __init__(self, expected_interval_s: float, longest_delay_s: float = 2.0) -> None:
+        """`longest_delay_s`: what the way of a heartbeat may take for all that is known before the first ones."""
+        self._interval_s, self._longest_delay_s = expected_interval_s, longest_delay_s
         self.last: float | None = None  # when one came last, old or new
         self._number = 0
         self._sent = -math.inf  # when the newest one was sent, on the sender's clock
@@ -132,7 +133,7 @@ class Heartbeats:
         while age > shortest:
             longer = float(known - bisect_right(ordered, age))
             if weight:
-                longer += weight * max(0.0, 1 - max(0.0, age - offset) / PRIOR_S)
+                longer += weight * max(0.0, 1 - max(0.0, age - offset) / self._longest_delay_s)
             probability *= min(1.0, max(LOST, longer / (known + weight)))
             if probability < 1e-98:
                 return PHI_MAX

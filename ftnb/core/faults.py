@@ -16,12 +16,11 @@ SHORT_PAUSE_S = 0.4
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of fault. `what → found → then` is its line in the list."""
+    """One kind of fault. `what → found` is its line in the list."""
 
     name: str
     what: str  # what happens, really
     found: str  # how it is found
-    then: str  # what the run does about it
     will: str  # "Rank 2 will …": "be killed (SIGKILL)"
     event: str  # how the event says it; {rank} is filled in
     now: str = ""  # "Rank 2 …", of those that happen at once, without waiting for a step
@@ -30,75 +29,66 @@ class Kind:
     default_factor: float | None = None
 
 
-# How a loss is answered depends on the run's --recovery.
-_LOSS = "the others go on, its place is filled"
-
 KINDS: dict[str, Kind] = {
     kind.name: kind
     for kind in (
         Kind(
-            "kill", "SIGKILL: the process is gone at once", "its end is seen at once", _LOSS,
+            "kill", "SIGKILL: the process is gone at once", "its end is seen at once",
             "be killed (SIGKILL)", "SIGKILL to rank {rank}.", "is killed now (SIGKILL)",
         ),
         Kind(
-            "exit", "the process ends by itself, with exit code 0", "its end is seen at once", _LOSS,
+            "exit", "the process ends by itself, with exit code 0", "its end is seen at once",
             "exit with code 0", "Rank {rank} exits with code 0.",
         ),
         Kind(
             "exception", "an exception is raised inside the step", "the rank reports it",
-            "the step is done again without it (twice at one step: taken for a bug, the run ends)",
             "raise an exception", "An exception is raised in rank {rank}.",
         ),
         Kind(
             "hang", "SIGSTOP: the whole process stands still", "its connection stops answering, within 0.6 s",
-            f"it is killed, {_LOSS}",
             "be stopped (SIGSTOP)", "SIGSTOP to rank {rank}.", "is stopped now (SIGSTOP)",
             takes=frozenset({"duration_s"}),
         ),
         Kind(
             "stall", "the training thread waits for ever, heartbeats go on", "no progress for --hang-timeout",
-            f"it is killed, {_LOSS}",
             "stop moving while its heartbeats go on", "The training thread of rank {rank} stands still.",
             takes=frozenset({"duration_s"}),
         ),
         Kind(
             "deadlock", "it skips the all-reduce of a step and waits in the next one",
-            "by where the ranks stand: in different steps", f"it is killed, {_LOSS}",
+            "by where the ranks stand: in different steps",
             "skip the all-reduce", "Rank {rank} skips the all-reduce.",
         ),
         Kind(
             "gil", "a native call holds the interpreter lock, no Python runs",
-            "its connection answers, no heartbeats for --hang-timeout", f"it is killed, {_LOSS}",
+            "its connection answers, no heartbeats for --hang-timeout",
             "hold its interpreter lock in a native call", "A native call in rank {rank} holds the interpreter lock.",
             takes=frozenset({"duration_s"}),
         ),
         Kind(
             "slow", "its own part of every step takes FACTOR times as long",
-            "by its times against those of the others", "straggler_detected; evicted only with --evict-stragglers",
+            "by its times against those of the others",
             "be slow", "Rank {rank} becomes slow.",
             ends=False, takes=frozenset({"duration_s", "factor"}), default_factor=3.0,
         ),
         Kind(
-            "nan", "its gradients of one step become NaN", "the averaged gradient is looked at before each update",
-            "as --on-nan says: stop, skip the update, or roll back",
+            "nan", "its gradients of one step become NaN", "looked at before each update",
             "bring NaN gradients", "The gradients of rank {rank} become NaN.",
             ends=False,
         ),
         Kind(
             "bitflip", "one bit of one parameter flips, after the update",
-            "by --check-replicas K: replicas that differ, every K steps",
-            "the odd one out is killed; all go back to the last state on which they agreed",
+            "--check-replicas K: replicas that differ",
             "have one bit of a parameter flipped", "A bit of a parameter of rank {rank} flips.",
             ends=False, takes=frozenset({"seed"}),
         ),
         Kind(
-            "oom", "its memory grows until it is killed (bounded, the machine survives)",
-            "its end is seen at once", _LOSS,
+            "oom", "its memory grows until it is killed (bounded)",
+            "its end is seen at once",
             "use more and more memory until it is killed", "The memory of rank {rank} grows until it is killed.",
         ),
         Kind(
             "partition", "its network is cut, the process lives", "its connection stops answering, within 0.6 s",
-            f"it is killed, {_LOSS}",
             "be cut off from the network", "The network of rank {rank} is cut.", "is cut off from the network now",
             takes=frozenset({"duration_s"}),
         ),

@@ -12,7 +12,7 @@ from ftnb.magics.arguments import Command, parse
 COMMAND = Command(
     "ft_inject",
     "make a fault happen, now or later",
-    (*FAULT_OPTIONS, Option("list", bool, False, "the kinds of faults, how each is found and what the run does")),
+    (*FAULT_OPTIONS, Option("list", bool, False, "the kinds of faults, and how each is found")),
     positional="KIND",
 )
 
@@ -22,9 +22,14 @@ def run(line: str) -> None:
     if parsed.help:
         return
     if parsed.values.pop("list", None):
-        header = ("kind", "what happens → how it is found → what the run does", "also")
+        header = ("kind", "what happens → how it is found", "also takes")
         print("\n".join(text_table(header, list_rows())))
-        print("All of them take --rank R and one of --at-step S, --after SECONDS, --probability P [--seed N].")
+        print(
+            "\nWho is lost is fenced and replaced (--recovery replace, the default). Slow ranks stay, unless\n"
+            "--evict-stragglers is given; NaN is dealt with as --on-nan says; after a flipped bit all go back to\n"
+            "where they agreed."
+        )
+        print("All kinds take --rank R and one of --at-step S, --after SECONDS, --probability P [--seed N].")
         return
     if not parsed.words:
         raise UsageError(f"%ft_inject needs a kind of fault: {', '.join(KIND_NAMES)}. More: %ft_inject --list")

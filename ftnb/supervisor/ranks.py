@@ -17,6 +17,8 @@ from ftnb.wire.letters import Received, Sent
 from ftnb.wire.ring import RingReader
 
 BEAT_S = 0.1
+# The connection of a rank is given up when it has not answered for about so long: no message takes longer on its way.
+LINK_DELAY_S = 0.4
 # Shown as suspect: whose connection is gone; of whose connection nothing is known, with a φ like this; and, whatever
 # its connection says, who has been silent for so long. What follows from it is decided by `core/watch`.
 SUSPECT_PHI, SILENT_S = 5.0, 2.0
@@ -45,7 +47,7 @@ class Slot:
     place: str | None = None  # what it does in a run, and in which step: fetch, forward, collective, …
     place_step: int | None = None
     place_since: float = 0.0  # monotonic time
-    heartbeats: Heartbeats = field(default_factory=lambda: Heartbeats(BEAT_S))
+    heartbeats: Heartbeats = field(default_factory=lambda: Heartbeats(BEAT_S, longest_delay_s=LINK_DELAY_S))
     memory: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=MEMORY_KEPT))  # (time, MB)
     printed: deque[str] = field(default_factory=lambda: deque(maxlen=LINES_KEPT))  # its last lines
     last_output: list[str] = field(default_factory=list)  # the same and its process's own, when it has ended
