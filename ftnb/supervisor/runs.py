@@ -511,7 +511,7 @@ class ActiveRun:
             else:
                 self.reason += "; run.state_dict() has the weights."
         kind = {"finished": "run_finished", "stopped": "run_stopped", "failed": "run_failed"}[action.state]
-        self.emit(kind, self.reason, step=self.step)
+        self.emit(kind, self.reason, step=self.step, **action.fields)
         self.flush()
         self._write_run()
         if self._recorder.problem and "cannot be written" not in self.reason:
