@@ -82,15 +82,17 @@ class ActiveRun:
         self._digests: dict[int, str] = {}
         self.pace = Pace()
         self._stragglers = Stragglers()
-        # How large the shares were that each process (by its key) has done a step with: see `is_first`.
-        self._sizes_done: dict[str, set[int]] = {}
+        # How large the shares were that each process (by its key) has done a step with, and in which generation and
+        # step it did so first: see `is_first`.
+        self._sizes_done: dict[str, dict[int, tuple[int, int]]] = {}
         self._skipped: dict[int, dict[int, tuple[str, bool]]] = {}  # by step and rank: (where, whether it is a source)
         self._skips_told = 0  # the last step of which that was told
+        self._told_cut_off: set[str] = set()  # keys of processes that do not end although they were killed
         self._useful_s = 0.0
         self._last_commit: float | None = None
         self._state = planner.new(self.total_steps, **_strategy(self.options))
         self._open_generation, self._open_members, self._open_first = 0, (), 1
-        self._evaluated_step = 0
+        self._evaluated_step = self._to_evaluate = 0
         self._flushed_step = 0
         self._names_asked = float("-inf")
         self._pending: list[dict[str, Any]] = []
@@ -147,7 +149,7 @@ class ActiveRun:
         self._evaluated_step, self._skips_told = record["evaluated_step"], record["skips_told"]
         self.no_joining = record["no_joining"]
         self._final_ranks = record["final_ranks"]
-        self._sizes_done = {key: set(sizes) for key, sizes in record["sizes_done"].items()}
+        self._sizes_done = {key: dict.fromkeys(sizes, (0, 0)) for key, sizes in record["sizes_done"].items()}
         self._digests = {int(rank): digest for rank, digest in record["digests"].items()}
         self._recorder, kept = Recorder.reopen(self.directory, record["events_size"], record["events"])
         for event in kept.events:
@@ -162,6 +164,7 @@ class ActiveRun:
         # A generation that has written nothing yet may begin before the last line, after a rollback.
         next_step = last["step"] + 1 if last["generation"] == generation or self.is_over else first_step
         self.step = self._flushed_step = next_step - 1
+        self._to_evaluate = self.step if self._is_evaluated_after(self.step) else 0
         self._assembler = StepAssembler(*sizes, next_step=next_step)
         if generation and not self.is_over:
             self._open_generation, self._open_members, self._open_first = generation, tuple(members), first_step
@@ -262,10 +265,12 @@ class ActiveRun:
         """`key`: of the process that tells it; its slot may have another one by now."""
         _, generation, step, rank, when, lr, norm, step_s, *own_s = record
         if generation == self._open_generation:
-            size, done = self._share_size(rank, step), self._sizes_done.setdefault(key, set())
+            size, done = self._share_size(rank, step), self._sizes_done.setdefault(key, {})
             if size not in done:
-                done.add(size)
+                done[size] = (generation, step)
                 self._save_soon()  # or a successor would give a rank that is stuck by then the time of a first step
+            if self._is_evaluated_after(step) and rank == self._open_members[0]:
+                self._to_evaluate = step
             if own_s:
                 self._stragglers.step(step, rank, own_s[0])
         # The books' generation, not the planner's: commits may still come in when the next one is being formed.
@@ -441,8 +446,9 @@ class ActiveRun:
             self._write(self._assembler.close_generation(action.last_committed))
             self.step = action.last_committed
         elif isinstance(action, protocol.SendGo):
-            every, last = self.options["evaluate_every"], action.first_step - 1
-            evaluate = last if every and last and last % every == 0 and self._evaluated_step < last else None
+            last = action.first_step - 1
+            evaluate = last if self._is_evaluated_after(last) and self._evaluated_step < last else None
+            self._to_evaluate = evaluate or 0
             for rank in action.members:
                 supervisor.ranks[rank].state = "training"
                 supervisor.tell_rank(
@@ -468,8 +474,13 @@ class ActiveRun:
             raise AssertionError(f"unknown action {action}")
 
     def _words(self, action: protocol.Emit) -> str:
-        if action.kind != "rank_fenced" or not self._supervisor.fleet.is_cut_off(action.rank):
+        if action.kind != "rank_fenced":
             return action.reason
+        # Somebody else may fill the slot by now.
+        found = [s for s in self._supervisor.fleet.slots() if s.cut_off and s.rank == action.rank]
+        if {slot.key for slot in found} <= self._told_cut_off:
+            return action.reason
+        self._told_cut_off.update(slot.key for slot in found)
         return (
             f"Rank {action.rank} does not end although it was killed (its process hangs in the kernel): it is cut off, "
             "nothing that it says is heard any more."
@@ -513,7 +524,7 @@ class ActiveRun:
             else:
                 self.reason += "; run.state_dict() has the weights."
         kind = {"finished": "run_finished", "stopped": "run_stopped", "failed": "run_failed"}[action.state]
-        self.emit(kind, self.reason, step=self.step)
+        self.emit(kind, self.reason, step=self.step, **action.fields)
         self.flush()
         self._write_run()
         if self._recorder.problem and "cannot be written" not in self.reason:
@@ -645,7 +656,21 @@ class ActiveRun:
         """
         slot = self._supervisor.ranks.get(rank)
         done = self._sizes_done.get(slot.key) if slot is not None else None
-        return not done or (step is not None and self._share_size(rank, step) not in done)
+        if not done or step is None:
+            return not done
+        # The commit is known before the heartbeat that says that the rank has left this step.
+        return done.get(self._share_size(rank, step)) in (None, (self._open_generation, step))
+
+    def evaluates(self, rank: int) -> bool:
+        """Whether this rank runs `evaluate`, or is just about to.
+
+        Known from what it has reported: should the user's code keep the interpreter lock, no heartbeat tells of it.
+        """
+        return self._to_evaluate > self._evaluated_step and self._open_members[:1] == (rank,)
+
+    def _is_evaluated_after(self, step: int) -> bool:
+        every = self.options["evaluate_every"]
+        return bool(every and step and step % every == 0)
 
     def typical_step_s(self, rank: int) -> float | None:
         """What a step takes this rank, without waiting for the others."""

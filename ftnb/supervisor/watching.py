@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ftnb.core import protocol, watch
@@ -104,7 +104,7 @@ class Watcher:
         stand_still = [
             rank for rank in judged
             if rank in run.living and rank in before and _stand(ranks[rank]) == before[rank]
-            and ranks[rank].place_since < asked
+            and ranks[rank].place_since < asked and _agrees(ranks[rank], answers.get(rank))
         ]  # fmt: skip
         if self._supervisor.going_run is not run or run.generation != generation:
             return
@@ -137,7 +137,7 @@ class Watcher:
     def _sign(self, now: float, number: int, slot: Slot, run: ActiveRun | None) -> watch.Sign:
         links = self._supervisor.rank_socket.links
         linked, down_since = links.is_up(slot.agent), links.down_since(slot.agent)
-        place, step = slot.place if run is not None else None, slot.place_step
+        place, step = _place(number, slot, run), slot.place_step
         first = run is None or slot.phase != "training" or run.is_first(number, step)
         if linked is None and self._supervisor.recorded is not None and now - self._began > FIRST_CONTACT_S:
             # It was there in a predecessor's time. One whose interpreter lock is held connects again, and says nothing.
@@ -157,6 +157,17 @@ class Watcher:
 def _can_be_judged(slot: Slot) -> bool:
     """It has been heard of (by this supervisor, or its predecessor), and is not being ended already."""
     return slot.usable and slot.heartbeats.last is not None
+
+
+def _place(rank: int, slot: Slot, run: ActiveRun | None) -> str | None:
+    if run is None:
+        return None
+    return "evaluate" if run.evaluates(rank) else slot.place
+
+
+def _agrees(slot: Slot, answer: Mapping[str, Any] | None) -> bool:
+    """Whether the rank itself says that it is still where its newest heartbeat, which is older, has seen it."""
+    return answer is None or (answer["place"], answer["step"]) == (slot.place, slot.place_step)
 
 
 def _stand(slot: Slot) -> tuple[Any, ...]:

@@ -91,7 +91,7 @@ def no_progress(now: float, state: State, event: NoProgress) -> tuple[State, lis
             "they stand with %ft_stacks, mend the cell and run it again; if their code only takes long, give it more "
             "time with --hang-timeout."
         )
-        return end(state, [], "failed", reason)
+        return end(state, [], "failed", reason, fields=event.fields)
     if state.phase not in ("forming", "training"):
         return state, []
     return _connect_again(now, state, now, words.sentence(event.reason), event.fields)
