@@ -533,6 +533,7 @@ class ActiveRun:
     def _let_go(self) -> None:
         """All is written down."""
         self._recorder.close()
+        self.names = b""  # perhaps many megabytes, and this run is part of a cycle: it would stay for long
         self._final_ranks = self._supervisor.fleet.statuses()
         self.save()
         self._supervisor.run_ended(self)
