@@ -161,10 +161,7 @@ async def unkillable(supervisor: WithAgents) -> dict[str, Any]:
         took_s = time.monotonic() - began
         heard = slot.last_sign
         await asyncio.sleep(0.5)
-        told = {"took_s": took_s, "heard": slot.last_sign != heard, "cut_off": slot.cut_off}
-        supervisor.fleet.retired.append(slot)
-        await supervisor.add(1)  # which says nothing about the one before
-        return told | {"known": supervisor.fleet.is_cut_off(1), "others": supervisor.fleet.is_cut_off(0)}
+        return {"took_s": took_s, "heard": slot.last_sign != heard, "cut_off": slot.cut_off}
     finally:
         proc.kill_session, proc.ProcessId.signal = kill_session, send
 
@@ -197,7 +194,7 @@ async def books(supervisor: WithAgents) -> dict[str, Any]:
     run.finished(1, 0, "of another generation")
     run.finished(7, 1, "of no member")
     run.flush()
-    successor = supervisor.run = ActiveRun(supervisor, job, b"", json.loads(json.dumps(run.record())))
+    successor = supervisor.run = ActiveRun(supervisor, job, b"names", json.loads(json.dumps(run.record())))
     for report in reports:
         successor.update_skipped(report)
     told["limit_s_then"] = successor.pace.median_step_s
@@ -205,7 +202,9 @@ async def books(supervisor: WithAgents) -> dict[str, Any]:
     successor.save()
     events = [json.loads(line) for line in (successor.directory / "events.jsonl").read_text().splitlines()]
     told["nan"] = [event["reason"] for event in events if event["kind"] == "nan_detected"]
+    told["names"] = [len(successor.names or b"")]
     successor.give_up("stopped", "The test is over.")
+    told["names"].append(len(successor.names or b""))
     told["digests"] = json.loads((successor.directory / "run.json").read_text())["weights_digests"]
     return told
 
