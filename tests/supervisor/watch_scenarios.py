@@ -97,6 +97,8 @@ async def stopped(supervisor: WithAgents) -> dict[str, Any]:
         told[f"{name}_shown"] = slot.status(time.monotonic(), supervisor.rank_socket.links)["state"]
         told[f"{name}_ended_s"] = await until(lambda: not slot.process.is_alive(), "it is ended")  # noqa: B023
         told[f"{name}_state"] = slot.state
+    # Its main thread is gone a moment before all of it is.
+    await until(lambda: sum(child.poll() is not None for child in supervisor.children) == 2, "their status is known")
     return told
 
 
