@@ -15,6 +15,7 @@ from typing import Any
 
 import zmq
 
+from ftnb.core.watch import SLOW_STEPS
 from ftnb.rank import cut, faults, stacks
 from ftnb.rank.deadman import DeadManTimer
 from ftnb.rank.orders import Fault, Orders
@@ -168,7 +169,7 @@ class Agent:
         training = self.training
         goes_on = training is not None and training.stage == "training" and training.committed >= self._first_step
         if goes_on and (self._place() or (None,))[0] not in PATIENT_PLACES:
-            return training.options.get("hang_timeout_s") or 0.0
+            return max(training.options.get("hang_timeout_s") or 0.0, SLOW_STEPS * training.last_step_s)
         return FIRST_STEP_S
 
     def _end_alone(self) -> None:

@@ -535,6 +535,10 @@ class Fleet:
         slot = self.ranks.get(rank)
         return slot is not None and slot.process is not None and slot.process.is_alive()
 
+    def is_cut_off(self, rank: int) -> bool:
+        """Whether a process that fills the slot, or has filled it, does not end although it was killed."""
+        return any(slot.cut_off and slot.rank == rank for slot in self.slots())
+
     def fence_former(self, rank: int, fenced: Callable[[int], None]) -> None:
         """See to it that nothing is left of processes that had filled the slot, where an earlier supervisor did not."""
         former = [slot for slot in self.retired if slot.rank == rank]

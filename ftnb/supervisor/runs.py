@@ -86,6 +86,7 @@ class ActiveRun:
         # step it did so first: see `is_first`.
         self._sizes_done: dict[str, dict[int, tuple[int, int]]] = {}
         self._skipped: dict[int, dict[int, tuple[str, bool]]] = {}  # by step and rank: (where, whether it is a source)
+        self._skips_told = 0  # the last step of which that was told
         self._told_cut_off: set[str] = set()  # keys of processes that do not end although they were killed
         self._useful_s = 0.0
         self._last_commit: float | None = None
@@ -120,7 +121,8 @@ class ActiveRun:
             "planner": planner.to_json(self._state), "faults": self.faults.record(), "chaos": self.chaos.record(),
             "books": [self._open_generation, list(self._open_members), self._open_first],
             "state": self.state, "reason": self.reason, "error": self.error, "ended": self.ended,
-            "evaluated_step": self._evaluated_step, "no_joining": self.no_joining,
+            "evaluated_step": self._evaluated_step, "skips_told": self._skips_told, "no_joining": self.no_joining,
+            "sizes_done": {key: sorted(sizes) for key, sizes in self._sizes_done.items()},
             "final_ranks": self._final_ranks, "digests": {str(r): d for r, d in self._digests.items()},
             # What is being written right now: the events file ends with these lines, or they are still to be written.
             "events_size": self._recorder.events_size, "events": self._pending,
@@ -134,20 +136,27 @@ class ActiveRun:
             self._recorder.event(event)
         self._pending = []
 
+    def _save_soon(self) -> None:
+        if not self._handling:
+            self.save()
+
     def _restore(self, record: dict[str, Any], sizes: tuple[Any, ...]) -> None:
         self.state, self.reason, self.error, self.ended = (
             record["state"], record["reason"], record["error"], record["ended"]
         )
         self._state = planner.from_json(record["planner"])
         self.num_ranks = self._state.wanted  # it may have been resized
-        self._evaluated_step, self.no_joining = record["evaluated_step"], record["no_joining"]
+        self._evaluated_step, self._skips_told = record["evaluated_step"], record["skips_told"]
+        self.no_joining = record["no_joining"]
         self._final_ranks = record["final_ranks"]
+        self._sizes_done = {key: dict.fromkeys(sizes, (0, 0)) for key, sizes in record["sizes_done"].items()}
         self._digests = {int(rank): digest for rank, digest in record["digests"].items()}
         self._recorder, kept = Recorder.reopen(self.directory, record["events_size"], record["events"])
         for event in kept.events:
             self.failures += event["kind"] == "rank_failed"
             self.recent.appendleft(event.get("reason", ""))
         self._useful_s = useful_seconds(kept.metrics)
+        self.pace.recall(line["step_s"] for line in kept.metrics)
         for line in kept.metrics:
             self._note_line(line)
         generation, members, first_step = record["books"]
@@ -252,11 +261,14 @@ class ActiveRun:
         _, generation, step, rank, samples, digest, loss, weight, scalars = record
         self._write(self._assembler.fetched(generation, step, rank, samples, digest, loss, weight, scalars))
 
-    def committed(self, record: list[Any]) -> None:
+    def committed(self, record: list[Any], key: str) -> None:
+        """`key`: of the process that tells it; its slot may have another one by now."""
         _, generation, step, rank, when, lr, norm, step_s, *own_s = record
         if generation == self._open_generation:
-            sizes = self._sizes_done.setdefault(self._supervisor.ranks[rank].key, {})
-            sizes.setdefault(self._share_size(rank, step), (generation, step))
+            size, done = self._share_size(rank, step), self._sizes_done.setdefault(key, {})
+            if size not in done:
+                done[size] = (generation, step)
+                self._save_soon()  # or a successor would give a rank that is stuck by then the time of a first step
             if self._is_evaluated_after(step) and rank == self._open_members[0]:
                 self._to_evaluate = step
             if own_s:
@@ -267,7 +279,7 @@ class ActiveRun:
             if first:
                 self.state = self._shown_state()
                 self._write_run()
-            self.pace.committed(when, step)
+            self.pace.committed(when, step, step_s)
             if first:
                 self.notify()
         self.faults.moved(rank, when)
@@ -282,15 +294,15 @@ class ActiveRun:
     def update_skipped(self, record: list[Any]) -> None:
         """The gradient of a step was not finite, and its update is not made (`on_nan` is skip)."""
         _, generation, step, rank, where, source = record
-        if generation != self._open_generation:
-            return
+        if generation != self._open_generation or step <= self._skips_told:
+            return  # the latter: a supervisor before has told it, and not yet let go of the report
         told = self._skipped.setdefault(step, {})
         told[rank] = (where, source)
         if told.keys() >= self.living:
             self._tell_skipped(step)
 
     def _tell_skipped(self, step: int) -> None:
-        told = self._skipped.pop(step)
+        told, self._skips_told = self._skipped.pop(step), step
         sources = sorted(rank for rank, (_, source) in told.items() if source)
         where = {told[rank][0] for rank in sources or told} - {""}
         if not sources:
@@ -343,7 +355,7 @@ class ActiveRun:
                 self.condemn(found.rank, "straggler", reason, slot.fault_time or time.time())
 
     def finished(self, rank: int, generation: int, digest: str) -> None:
-        if generation == self._open_generation:  # else it is on its way since long
+        if generation == self._state.generation and rank in self._state.members:  # else told late: of other weights
             self._digests[rank] = digest
         self.handle(protocol.RankFinished(rank, generation))
 
@@ -427,7 +439,8 @@ class ActiveRun:
             self._open_first = action.first_step
             self.step = action.first_step - 1  # after a rollback it is less than before
             self._skipped.clear()
-            self._stragglers.changed(action.members)
+            self._stragglers.changed(action.members, self._state.newcomers)
+            self._skips_told = min(self._skips_told, action.first_step - 1)
             self._digests.clear()  # those of ranks that had finished, should one die at the very end
         elif isinstance(action, protocol.CloseGeneration):
             self._write(self._assembler.close_generation(action.last_committed))
@@ -531,8 +544,7 @@ class ActiveRun:
         event = make_event(kind, time.time(), max(generation, 1), rank=rank, step=step, reason=reason, **fields)
         self._pending.append(event)
         self.recent.appendleft(reason)
-        if not self._handling:
-            self.save()
+        self._save_soon()
 
     def say(self, text: str) -> None:
         """Something that is no event, but that whoever looks at the run now should see."""

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ftnb.supervisor.ranks import Slot
+from ftnb.supervisor.runs import ActiveRun
 from ftnb.supervisor.server import Supervisor
 from ftnb.wire import proc
 
@@ -161,9 +162,53 @@ async def unkillable(supervisor: WithAgents) -> dict[str, Any]:
         took_s = time.monotonic() - began
         heard = slot.last_sign
         await asyncio.sleep(0.5)
-        return {"took_s": took_s, "heard": slot.last_sign != heard, "cut_off": slot.cut_off}
+        told = {"took_s": took_s, "heard": slot.last_sign != heard, "cut_off": slot.cut_off}
+        supervisor.fleet.retired.append(slot)
+        await supervisor.add(1)  # which says nothing about the one before
+        return told | {"known": supervisor.fleet.is_cut_off(1), "others": supervisor.fleet.is_cut_off(0)}
     finally:
         proc.kill_session, proc.ProcessId.signal = kill_session, send
+
+
+async def books(supervisor: WithAgents) -> dict[str, Any]:
+    """A run whose reports are read twice, the second time by a successor; and words that come late."""
+    options = {
+        "name": "run", "recovery": "shrink", "global_batch": 6, "evaluate_every": None, "on_nan": "skip",
+        "hang_timeout_s": 30.0,
+    }  # fmt: skip
+    job = {
+        "name": "run", "directory": str(supervisor.directory / "run"), "options": options, "cell": "", "cwd": "",
+        "sys_path": [], "backend": "gloo", "num_ranks": 3, "dataset_len": 20, "total_steps": 9,
+        "started": time.time(), "versions": {}, "signature": {},
+    }  # fmt: skip
+    Path(job["directory"]).mkdir()
+    run = supervisor.run = ActiveRun(supervisor, job, b"")
+    await until(lambda: run.healthy == {0, 1, 2}, "the agents have formed a group")
+    reports = [["nan", 1, 2, rank, "loss", rank == 1] for rank in range(3)]
+    for step in (1, 2):
+        for rank in range(3):
+            run.fetched(["fetched", 1, step, rank, 2, 0, 0.5, 2.0, None])
+            run.committed(["committed", 1, step, rank, time.time(), 0.1, None, 40.0, 0.1], f"engine{rank + 1}")
+        if step == 2:
+            for report in reports:
+                run.update_skipped(report)
+    told: dict[str, Any] = {"limit_s": run.pace.median_step_s, "first": [run.is_first(1, 3), run.is_first(1, 4)]}
+    run.committed(["committed", 1, 4, 1, time.time(), 0.1, None, 40.0, 0.1], "engine99")
+    told["first"].append(run.is_first(1, 4))  # a smaller share, and the process before had done it
+    run.finished(1, 0, "of another generation")
+    run.finished(7, 1, "of no member")
+    run.flush()
+    successor = supervisor.run = ActiveRun(supervisor, job, b"", json.loads(json.dumps(run.record())))
+    for report in reports:
+        successor.update_skipped(report)
+    told["limit_s_then"] = successor.pace.median_step_s
+    told["first_then"] = [successor.is_first(1, 3), successor.is_first(1, 4)]
+    successor.save()
+    events = [json.loads(line) for line in (successor.directory / "events.jsonl").read_text().splitlines()]
+    told["nan"] = [event["reason"] for event in events if event["kind"] == "nan_detected"]
+    successor.give_up("stopped", "The test is over.")
+    told["digests"] = json.loads((successor.directory / "run.json").read_text())["weights_digests"]
+    return told
 
 
 def main() -> int:
