@@ -128,7 +128,8 @@ def test_nan_in_the_data_of_one_rank(session: ftnb.Session, reference: Reference
     says(ValueError(report.reason), f"[Ss]tep {step}", f"rank {rank}", "loss", "--on-nan")
     assert count(run, "rank_failed") == count(run, "rank_suspected") == 0
     assert_same(losses_of(run), reference.losses[: step - 1], SAME_F64)
-    assert session.client[:].apply_sync(os.getpid) == [process_of(session, r).pid for r in range(4)], "all are free"
+    pids = [process_of(session, rank).pid for rank in range(4)]
+    wait_until(lambda: session.client[:].apply_sync(os.getpid) == pids, "all are free, and can be looked at")
 
 
 # --- "A keep-alive was missed under load, and a healthy job was restarted"

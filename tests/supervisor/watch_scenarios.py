@@ -67,7 +67,8 @@ class WithAgents(Supervisor):
             raise
         finally:
             told["notes"] = [*self.fleet.notes]
-            told["ended"] = [child.pid for child in self.children if child.poll() is not None]
+            # Not by `poll`: of a process that is killed, some threads may still be on their way out.
+            told["ended"] = [c.pid for c in self.children if (p := proc.identify(c.pid)) is None or not p.is_alive()]
             print(json.dumps(told), flush=True)
             self.stop("the scenario is over")
 
