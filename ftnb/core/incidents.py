@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -15,6 +16,8 @@ PHASES = ("detect_s", "fence_s", "regroup_s", "restore_s", "first_step_s", "mttr
 # What an injected fault may be found to be. Whatever ends the process, or silences it, can look like a kill: a fault
 # that is fenced in the middle is ended by SIGKILL.
 _FOUND_AS = {"slow": ("straggler",), "nan": ("nan",), "bitflip": ("bitflip",)}
+# A fault that lasts for a time may still be found so long after its end.
+_AFTER_S = 2.0
 _NOT_FOUND_AS = ("straggler", "nan", "bitflip", "connection")
 
 
@@ -162,6 +165,8 @@ def _matches(events: Sequence[Mapping[str, Any]]) -> dict[int, int]:
         ranks = set(event.get("ranks") or ()) | ({event["rank"]} if event.get("rank") is not None else set())
         for fault in reversed(open_faults):
             what, rank = events[fault].get("fault"), events[fault].get("rank")
+            if event["time"] > events[fault]["time"] + events[fault].get("duration_s", math.inf) + _AFTER_S:
+                continue  # it was over without harm; this is something else
             fits = found in _FOUND_AS[what] if what in _FOUND_AS else found not in _NOT_FOUND_AS
             if fits and (rank in ranks or not ranks):
                 matches[place] = fault

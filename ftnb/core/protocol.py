@@ -290,6 +290,7 @@ class End:
     state: str  # "finished", "stopped", "failed"
     reason: str
     error: Mapping[str, Any] | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict)  # further ones of the event that tells of it
 
 
 Action = (

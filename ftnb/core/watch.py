@@ -44,6 +44,8 @@ EXEMPT = frozenset(("evaluate", "save", "held", "finished"))
 TOGETHER = frozenset(("form", "share", "collective"))  # ends only with the others
 BEFORE_SUM = frozenset(("fetch", "forward", "backward", "collective"))  # of the step, has not got the sum of it
 REGROUPING = frozenset(("wait", "form", "share", "leave"))
+# With nothing to do: no place to be stuck in, but others may come to wait for who is there.
+AT_REST = frozenset(("held", "finished"))
 
 _WORDS = {"collective": "the all-reduce", "form": "forming the group", "share": "sharing the state",
           "fetch": "fetching the data", "finish": "its last work", "update": "the update",
@@ -142,7 +144,7 @@ def look(now: float, state: State, limits: Limits, signs: Iterable[Sign]) -> tup
     if silent:
         # The others may wait for these, in a collective or in their own code; what was said of them still holds.
         for sign in silent:
-            lost = view.lost(sign)
+            lost = view.lost(sign, signs)
             if lost is not None:
                 found[sign.rank, "gil" if lost.failure == "gil" else "silent"] = lost
         unheard = {sign.rank for sign in silent}
@@ -203,11 +205,15 @@ class _View:
             return False
         return sign.linked is False or sign.phi is None or sign.phi >= PHI_SILENT
 
-    def lost(self, sign: Sign) -> Lost | None:
+    def lost(self, sign: Sign, signs: list[Sign]) -> Lost | None:
         silent_s, phi = self.counted_s(sign.silent_s), sign.phi
         if sign.linked:
-            limit = limit_s(sign, self.limits)
-            if limit is None or silent_s < limit:
+            limit, missed_s = limit_s(sign, self.limits), silent_s
+            if sign.place in AT_REST:  # there is a limit from when somebody waits for it
+                limit = self.limits.hang_timeout_s
+                waits = [self.known_s(s) for s in signs if s.place in TOGETHER or s.place == "wait"]
+                missed_s = min(silent_s, max(waits, default=0.0))
+            if limit is None or missed_s < limit:
                 return None
             reason = (
                 f"holds Python's interpreter lock: its connection answers, but no heartbeat for {_s(silent_s)} "

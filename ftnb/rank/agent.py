@@ -15,6 +15,7 @@ from typing import Any
 
 import zmq
 
+from ftnb.core.watch import SLOW_STEPS
 from ftnb.rank import cut, faults, stacks
 from ftnb.rank.deadman import DeadManTimer
 from ftnb.rank.orders import Fault, Orders
@@ -63,7 +64,7 @@ class Agent:
         self.sent = {stream: Sent(stream) for stream in ("agent", "work")}
         self._memory = _own_memory_file()
         self._dead_man = DeadManTimer()
-        self._dead_man_set = -1.0
+        self._dead_man_set, self._patience_s = -1.0, FIRST_STEP_S
         self._leaked: list[dict[str, Any]] = []  # messages that came in although this rank is cut off
         self._due: tuple[Fault, float] | None = None  # a partition that is about to start, and until when it may
         self._training_thread: threading.Thread | None = None
@@ -130,6 +131,8 @@ class Agent:
                 # and no answer could come: that is no silence of the supervisor's.
                 self._last_word = min(now, self._last_word + now - before)
             if now >= next_beat:
+                if self._patience() != self._patience_s:
+                    self._set_dead_man()  # before Python falls silent, in evaluate() say
                 self._beat(sock)
                 next_beat = max(next_beat + BEAT_S, now)
             if now - self._last_word > self._linger_s + ALONE_EXTRA_S:
@@ -157,12 +160,17 @@ class Agent:
 
     def _set_dead_man(self) -> None:
         """Time for `_end_alone` first, and for what a supervisor that is there would put up with."""
-        self._dead_man_set = time.monotonic()
-        training, patience_s = self.training, FIRST_STEP_S
+        self._dead_man_set, self._patience_s = time.monotonic(), self._patience()
+        seconds = max(self._linger_s + ALONE_EXTRA_S, self._patience_s) + DEAD_MAN_EXTRA_S
+        self._dead_man.set(max(DEAD_MAN_EXTRA_S, seconds - (self._dead_man_set - self._last_word)))
+
+    def _patience(self) -> float:
+        """How long a supervisor would let Python be silent, where this rank stands now."""
+        training = self.training
         goes_on = training is not None and training.stage == "training" and training.committed >= self._first_step
         if goes_on and (self._place() or (None,))[0] not in PATIENT_PLACES:
-            patience_s = training.options.get("hang_timeout_s") or 0.0
-        self._dead_man.set(max(self._linger_s + ALONE_EXTRA_S, patience_s) + DEAD_MAN_EXTRA_S)
+            return max(training.options.get("hang_timeout_s") or 0.0, SLOW_STEPS * training.last_step_s)
+        return FIRST_STEP_S
 
     def _end_alone(self) -> None:
         """No word for too long: nobody could stop this process any more.

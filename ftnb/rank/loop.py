@@ -49,6 +49,7 @@ class Training:
         self.stage = "waiting"  # then "ready", "training", "held", "finished"
         self.digest: str | None = None  # of the weights, once finished
         self.in_flight: int | None = None
+        self.last_step_s = 0.0
         self.generation = 0
         self.weights: list[tuple[str, str, list[int], bytes]] | None = None
         self._backend, self._link, self._orders = backend, link, orders
@@ -56,7 +57,7 @@ class Training:
         self._form_timeout_s = FORM_TIMEOUT_S
         self._where = Whereabouts()
         self._forward, self._gradients = Forward(job), Gradients(job, options["clip_norm"])
-        self._faults = stepfaults.StepFaults(link, orders, self._where)
+        self._faults = stepfaults.StepFaults(link, orders)
         self._has_buffers = next(job.model.buffers(), None) is not None
         self._snapshot = state.StepSnapshot(job.model if self._has_buffers else None)
         self._steps_per_epoch = sampler.steps_per_epoch(job.dataset_len, options["global_batch"])
@@ -284,8 +285,9 @@ class Training:
         self._step_scheduler(step, updated=norm is not None)
         self.committed, self.in_flight = step, None
         now = time.time()
+        self.last_step_s = now - started
         own_s = now - started - (where.waited_s - waited_s)
-        slept_s = self._faults.slow_down(own_s, step, group)
+        slept_s = self._faults.slow_down(own_s, group)
         self._link.report(
             [
                 "committed", group.generation, step, self.rank, now, float(lr), norm, now - started + slept_s,

@@ -17,7 +17,6 @@ from ftnb.rank import faults
 from ftnb.rank.group import Group
 from ftnb.rank.link import WorkLink
 from ftnb.rank.orders import Fault, Orders
-from ftnb.rank.whereabouts import Whereabouts
 
 ALLOW_TIMEOUT_S = 5.0
 DEFAULT_FACTOR = 3.0
@@ -29,8 +28,8 @@ _TRIES = 1000
 class StepFaults:
     """What has been injected into this rank's steps."""
 
-    def __init__(self, link: WorkLink, orders: Orders, whereabouts: Whereabouts) -> None:
-        self._link, self._orders, self._whereabouts = link, orders, whereabouts
+    def __init__(self, link: WorkLink, orders: Orders) -> None:
+        self._link, self._orders = link, orders
         self._slow: tuple[float, float] | None = None  # factor, until when
 
     def strike(self, point: str, group: Group, step: int) -> list[Fault]:
@@ -56,7 +55,7 @@ class StepFaults:
             faults.strike(fault, group.members[group.torch_rank], step)
         return True
 
-    def slow_down(self, own_s: float, step: int, group: Group) -> float:
+    def slow_down(self, own_s: float, group: Group) -> float:
         """Sleep until this rank has taken `factor` times as long as it did for its own part of the step.
 
         Returns the seconds slept; breaks off when the group is given up.
@@ -68,12 +67,10 @@ class StepFaults:
         if began >= until:
             self._slow = None
             return 0.0
-        name, _, _ = self._whereabouts.place
-        self._whereabouts.at("forward", step + 1)  # it has the sum of this step: the others wait for it in the next one
+        # Its place stays the update: in the forward pass of a step whose sum the others have, it would be out of step.
         awake = min(began + (factor - 1) * own_s, until)
         while (left_s := awake - time.monotonic()) > 0 and not group.aborted:
             time.sleep(min(left_s, _NAP_S))
-        self._whereabouts.at(name, step)
         return time.monotonic() - began
 
 

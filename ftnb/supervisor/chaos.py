@@ -120,6 +120,8 @@ class Chaos:
             self._supervisor.spawn(self._do(on, stroke))
 
     async def _do(self, on: dict[str, Any], stroke: chaos.Stroke) -> None:
+        if self._on is not on:
+            return  # it was ended in this very moment
         on["done"] += 1  # on record with the event of this fault: it is not done twice
         self._next()
         run = self._run

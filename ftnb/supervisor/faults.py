@@ -130,6 +130,7 @@ class Faults:
         rank = fault["rank"]
         number = self._plan(fault)
         answered = self._answers[number] = asyncio.get_running_loop().create_future()
+        self._run.save()  # first: a successor must not give the same number to another fault
         self._send(number, fault)
         answer: bool | str = f"Rank {rank} does not answer, so no fault can be planned on it. See %ft_status."
         try:

@@ -50,6 +50,19 @@ class RankSocket:
         self._socket.send_multipart(frames)
         self._read_soon()
 
+    def reaches(self, identity: bytes, frames: Sequence[bytes]) -> bool:
+        """Send it; whether there is a connection on which it can go, although nothing may have come over it yet."""
+        self._socket.router_mandatory = True
+        try:
+            self._socket.send_multipart([identity, *frames], zmq.NOBLOCK)
+        except zmq.ZMQError:
+            return False
+        else:
+            return True
+        finally:
+            self._socket.router_mandatory = False
+            self._read_soon()
+
     def read(self) -> bool:
         """Some of what has come up to now; whether that was all."""
         if self._reading:

@@ -112,8 +112,11 @@ async def chaos_stop(supervisor: Supervisor, run: str | None = None, **_: Any) -
 
 
 async def stacks(supervisor: Supervisor, run: str | None = None, **_: Any) -> dict[str, Any]:
-    """Where the training thread of each rank stands: `place`, `step` and `stack`, or a `problem`."""
-    found = await going_run(supervisor, run).stacks()
+    """Where the training thread of each rank stands: `place`, `step` and `stack`, or a `problem`.
+
+    Also when the run is over: perhaps because they are stuck, and then they still are.
+    """
+    found = await the_run(supervisor, run).stacks()
     return {"ranks": {str(rank): answer for rank, answer in found.items()}}
 
 

@@ -82,14 +82,17 @@ class ActiveRun:
         self._digests: dict[int, str] = {}
         self.pace = Pace()
         self._stragglers = Stragglers()
-        # How large the shares were that each process (by its key) has done a step with: see `is_first`.
-        self._sizes_done: dict[str, set[int]] = {}
+        # How large the shares were that each process (by its key) has done a step with, and in which generation and
+        # step it did so first: see `is_first`.
+        self._sizes_done: dict[str, dict[int, tuple[int, int]]] = {}
         self._skipped: dict[int, dict[int, tuple[str, bool]]] = {}  # by step and rank: (where, whether it is a source)
+        self._skips_told = 0  # the last step of which that was told
+        self._told_cut_off: set[str] = set()  # keys of processes that do not end although they were killed
         self._useful_s = 0.0
         self._last_commit: float | None = None
         self._state = planner.new(self.total_steps, **_strategy(self.options))
         self._open_generation, self._open_members, self._open_first = 0, (), 1
-        self._evaluated_step = 0
+        self._evaluated_step = self._to_evaluate = 0
         self._flushed_step = 0
         self._names_asked = float("-inf")
         self._pending: list[dict[str, Any]] = []
@@ -118,7 +121,8 @@ class ActiveRun:
             "planner": planner.to_json(self._state), "faults": self.faults.record(), "chaos": self.chaos.record(),
             "books": [self._open_generation, list(self._open_members), self._open_first],
             "state": self.state, "reason": self.reason, "error": self.error, "ended": self.ended,
-            "evaluated_step": self._evaluated_step, "no_joining": self.no_joining,
+            "evaluated_step": self._evaluated_step, "skips_told": self._skips_told, "no_joining": self.no_joining,
+            "sizes_done": {key: sorted(sizes) for key, sizes in self._sizes_done.items()},
             "final_ranks": self._final_ranks, "digests": {str(r): d for r, d in self._digests.items()},
             # What is being written right now: the events file ends with these lines, or they are still to be written.
             "events_size": self._recorder.events_size, "events": self._pending,
@@ -132,20 +136,27 @@ class ActiveRun:
             self._recorder.event(event)
         self._pending = []
 
+    def _save_soon(self) -> None:
+        if not self._handling:
+            self.save()
+
     def _restore(self, record: dict[str, Any], sizes: tuple[Any, ...]) -> None:
         self.state, self.reason, self.error, self.ended = (
             record["state"], record["reason"], record["error"], record["ended"]
         )
         self._state = planner.from_json(record["planner"])
         self.num_ranks = self._state.wanted  # it may have been resized
-        self._evaluated_step, self.no_joining = record["evaluated_step"], record["no_joining"]
+        self._evaluated_step, self._skips_told = record["evaluated_step"], record["skips_told"]
+        self.no_joining = record["no_joining"]
         self._final_ranks = record["final_ranks"]
+        self._sizes_done = {key: dict.fromkeys(sizes, (0, 0)) for key, sizes in record["sizes_done"].items()}
         self._digests = {int(rank): digest for rank, digest in record["digests"].items()}
         self._recorder, kept = Recorder.reopen(self.directory, record["events_size"], record["events"])
         for event in kept.events:
             self.failures += event["kind"] == "rank_failed"
             self.recent.appendleft(event.get("reason", ""))
         self._useful_s = useful_seconds(kept.metrics)
+        self.pace.recall(line["step_s"] for line in kept.metrics)
         for line in kept.metrics:
             self._note_line(line)
         generation, members, first_step = record["books"]
@@ -153,6 +164,7 @@ class ActiveRun:
         # A generation that has written nothing yet may begin before the last line, after a rollback.
         next_step = last["step"] + 1 if last["generation"] == generation or self.is_over else first_step
         self.step = self._flushed_step = next_step - 1
+        self._to_evaluate = self.step if self._is_evaluated_after(self.step) else 0
         self._assembler = StepAssembler(*sizes, next_step=next_step)
         if generation and not self.is_over:
             self._open_generation, self._open_members, self._open_first = generation, tuple(members), first_step
@@ -249,10 +261,16 @@ class ActiveRun:
         _, generation, step, rank, samples, digest, loss, weight, scalars = record
         self._write(self._assembler.fetched(generation, step, rank, samples, digest, loss, weight, scalars))
 
-    def committed(self, record: list[Any]) -> None:
+    def committed(self, record: list[Any], key: str) -> None:
+        """`key`: of the process that tells it; its slot may have another one by now."""
         _, generation, step, rank, when, lr, norm, step_s, *own_s = record
         if generation == self._open_generation:
-            self._sizes_done.setdefault(self._supervisor.ranks[rank].key, set()).add(self._share_size(rank, step))
+            size, done = self._share_size(rank, step), self._sizes_done.setdefault(key, {})
+            if size not in done:
+                done[size] = (generation, step)
+                self._save_soon()  # or a successor would give a rank that is stuck by then the time of a first step
+            if self._is_evaluated_after(step) and rank == self._open_members[0]:
+                self._to_evaluate = step
             if own_s:
                 self._stragglers.step(step, rank, own_s[0])
         # The books' generation, not the planner's: commits may still come in when the next one is being formed.
@@ -261,7 +279,7 @@ class ActiveRun:
             if first:
                 self.state = self._shown_state()
                 self._write_run()
-            self.pace.committed(when, step)
+            self.pace.committed(when, step, step_s)
             if first:
                 self.notify()
         self.faults.moved(rank, when)
@@ -276,15 +294,15 @@ class ActiveRun:
     def update_skipped(self, record: list[Any]) -> None:
         """The gradient of a step was not finite, and its update is not made (`on_nan` is skip)."""
         _, generation, step, rank, where, source = record
-        if generation != self._open_generation:
-            return
+        if generation != self._open_generation or step <= self._skips_told:
+            return  # the latter: a supervisor before has told it, and not yet let go of the report
         told = self._skipped.setdefault(step, {})
         told[rank] = (where, source)
         if told.keys() >= self.living:
             self._tell_skipped(step)
 
     def _tell_skipped(self, step: int) -> None:
-        told = self._skipped.pop(step)
+        told, self._skips_told = self._skipped.pop(step), step
         sources = sorted(rank for rank, (_, source) in told.items() if source)
         where = {told[rank][0] for rank in sources or told} - {""}
         if not sources:
@@ -337,7 +355,8 @@ class ActiveRun:
                 self.condemn(found.rank, "straggler", reason, slot.fault_time or time.time())
 
     def finished(self, rank: int, generation: int, digest: str) -> None:
-        self._digests[rank] = digest
+        if generation == self._state.generation and rank in self._state.members:  # else told late: of other weights
+            self._digests[rank] = digest
         self.handle(protocol.RankFinished(rank, generation))
 
     def give_up(self, outcome: str, reason: str) -> None:
@@ -420,17 +439,18 @@ class ActiveRun:
             self._open_first = action.first_step
             self.step = action.first_step - 1  # after a rollback it is less than before
             self._skipped.clear()
-            self._stragglers.changed(action.members)
+            self._stragglers.changed(action.members, self._state.newcomers)
+            self._skips_told = min(self._skips_told, action.first_step - 1)
             self._digests.clear()  # those of ranks that had finished, should one die at the very end
         elif isinstance(action, protocol.CloseGeneration):
             self._write(self._assembler.close_generation(action.last_committed))
             self.step = action.last_committed
         elif isinstance(action, protocol.SendGo):
-            every, last = self.options["evaluate_every"], action.first_step - 1
-            evaluate = last if every and last and last % every == 0 and self._evaluated_step < last else None
+            last = action.first_step - 1
+            evaluate = last if self._is_evaluated_after(last) and self._evaluated_step < last else None
+            self._to_evaluate = evaluate or 0
             for rank in action.members:
                 supervisor.ranks[rank].state = "training"
-                supervisor.ranks[rank].went_on(time.monotonic(), "form", action.first_step)
                 supervisor.tell_rank(
                     rank, "go", generation=action.generation, members=list(action.members),
                     first_step=action.first_step, source=action.source, behind=list(action.behind),
@@ -442,7 +462,6 @@ class ActiveRun:
         elif isinstance(action, protocol.SendRelease):
             for rank in action.ranks:
                 supervisor.tell_rank(rank, "release")
-                supervisor.ranks[rank].went_on(time.monotonic(), "fetch", self._state.committed + 1)
         elif isinstance(action, protocol.SendDrop):
             for rank in action.ranks:
                 # Also one that was left out for an exception: its process lives and can train again.
@@ -455,9 +474,13 @@ class ActiveRun:
             raise AssertionError(f"unknown action {action}")
 
     def _words(self, action: protocol.Emit) -> str:
-        slot = self._supervisor.ranks.get(action.rank) if action.kind == "rank_fenced" else None
-        if slot is None or not slot.cut_off:
+        if action.kind != "rank_fenced":
             return action.reason
+        # Somebody else may fill the slot by now.
+        found = [s for s in self._supervisor.fleet.slots() if s.cut_off and s.rank == action.rank]
+        if {slot.key for slot in found} <= self._told_cut_off:
+            return action.reason
+        self._told_cut_off.update(slot.key for slot in found)
         return (
             f"Rank {action.rank} does not end although it was killed (its process hangs in the kernel): it is cut off, "
             "nothing that it says is heard any more."
@@ -505,7 +528,7 @@ class ActiveRun:
             else:
                 self.reason += "; run.state_dict() has the weights."
         kind = {"finished": "run_finished", "stopped": "run_stopped", "failed": "run_failed"}[action.state]
-        self.emit(kind, self.reason, step=self.step)
+        self.emit(kind, self.reason, step=self.step, **action.fields)
         self.flush()
         self._write_run()
         if self._recorder.problem and "cannot be written" not in self.reason:
@@ -514,6 +537,7 @@ class ActiveRun:
     def _let_go(self) -> None:
         """All is written down."""
         self._recorder.close()
+        self.names = b""  # perhaps many megabytes, and this run is part of a cycle: it would stay for long
         self._final_ranks = self._supervisor.fleet.statuses()
         self.save()
         self._supervisor.run_ended(self)
@@ -525,8 +549,7 @@ class ActiveRun:
         event = make_event(kind, time.time(), max(generation, 1), rank=rank, step=step, reason=reason, **fields)
         self._pending.append(event)
         self.recent.appendleft(reason)
-        if not self._handling:
-            self.save()
+        self._save_soon()
 
     def say(self, text: str) -> None:
         """Something that is no event, but that whoever looks at the run now should see."""
@@ -638,8 +661,21 @@ class ActiveRun:
         """
         slot = self._supervisor.ranks.get(rank)
         done = self._sizes_done.get(slot.key) if slot is not None else None
-        # Ranks that have gone back to the start may stand "after step 0".
-        return not done or (step is not None and step >= 1 and self._share_size(rank, step) not in done)
+        if not done or not step:  # ranks that have gone back to the start may be held "after step 0"
+            return not done
+        # The commit is known before the heartbeat that says that the rank has left this step.
+        return done.get(self._share_size(rank, step)) in (None, (self._open_generation, step))
+
+    def evaluates(self, rank: int) -> bool:
+        """Whether this rank runs `evaluate`, or is just about to.
+
+        Known from what it has reported: should the user's code keep the interpreter lock, no heartbeat tells of it.
+        """
+        return self._to_evaluate > self._evaluated_step and self._open_members[:1] == (rank,)
+
+    def _is_evaluated_after(self, step: int) -> bool:
+        every = self.options["evaluate_every"]
+        return bool(every and step and step % every == 0)
 
     def typical_step_s(self, rank: int) -> float | None:
         """What a step takes this rank, without waiting for the others."""

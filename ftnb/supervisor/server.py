@@ -246,7 +246,7 @@ class Supervisor:
             self.run.give_up("failed", f"Internal error of ftnb ({text}); see {self.directory / 'supervisor.log'}.")
 
     def _from_rank(self, sender: bytes, message: dict[str, Any]) -> None:
-        op, pid = message["op"], _pid_of(sender)
+        op, pid = message.get("op"), _pid_of(sender)
         slot = self.fleet.by_pid(pid)
         if slot is None:
             slot = self._introduced(pid, message) if op == "hello" else None
@@ -364,6 +364,8 @@ class Supervisor:
         if heard < slot.sent.last:
             for message in slot.sent.again(heard, now):
                 self.rank_socket.send([slot.agent, *messages.encode(message)])
+        elif slot.sent.keeps_any:
+            slot.sent.arrived(heard)  # a cell may have come with many megabytes of names
         for stream, last in told.items():
             received = slot.received[stream]
             if received.heard != last and received.lacks(last, now):
@@ -373,6 +375,13 @@ class Supervisor:
         if slot.agent is not None:
             message = slot.sent.numbered({"op": op, "term": self.term, **fields}, time.monotonic())
             self.rank_socket.send([slot.agent, *messages.encode(message)])
+
+    def is_connected(self, slot: Slot) -> bool:
+        """Whether its agent has a connection, although it has said nothing since this process is in charge."""
+        if slot.process is None:
+            return False
+        nothing_new = messages.encode({"op": "beat_seen", "term": self.term})
+        return self.rank_socket.reaches(b"agent-%d" % slot.process.pid, nothing_new)
 
     def tell_rank(self, rank: int, op: str, **fields: Any) -> None:
         self.tell(self.ranks[rank], op, **fields)
@@ -446,10 +455,8 @@ class Supervisor:
             slot.step = record[2]
             run.fetched(record)
         elif kind == "committed":
-            slot.moved = time.monotonic()
-            run.committed(record)
+            run.committed(record, slot.key)
         elif kind == "evaluated":
-            slot.went_on(time.monotonic(), "fetch", record[2] + 1)
             run.evaluated(record[2], record[3])
         elif kind == "nan":
             run.update_skipped(record)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ftnb.core import protocol, watch
@@ -71,7 +71,7 @@ class Watcher:
         if run is None:
             return {}
         ranks = self._supervisor.ranks
-        return {rank: ranks[rank] for rank in sorted(run.living) if rank in ranks and self._is_known(ranks[rank])}
+        return {rank: ranks[rank] for rank in sorted(run.living) if rank in ranks and _can_be_judged(ranks[rank])}
 
     def _look_at_run(self, now: float, run: ActiveRun) -> None:
         signs = [self._sign(now, rank, slot, run) for rank, slot in self._members(run).items()]
@@ -104,7 +104,7 @@ class Watcher:
         stand_still = [
             rank for rank in judged
             if rank in run.living and rank in before and _stand(ranks[rank]) == before[rank]
-            and ranks[rank].place_since < asked and not ranks[rank].is_elsewhere(answers.get(rank))
+            and ranks[rank].place_since < asked and _agrees(ranks[rank], answers.get(rank))
         ]  # fmt: skip
         if self._supervisor.going_run is not run or run.generation != generation:
             return
@@ -119,7 +119,7 @@ class Watcher:
     # --- those that have nothing to do
 
     def _look_at_idle(self, now: float, slots: Iterable[Slot]) -> None:
-        known = [slot for slot in slots if self._is_known(slot)]
+        known = [slot for slot in slots if _can_be_judged(slot) and not self._is_awaited(slot, now)]
         # They have no ranks of their own: numbers that stay the same from look to look.
         by_number = {slot.number: slot for slot in known}
         signs = [self._sign(now, number, slot, None) for number, slot in by_number.items()]
@@ -130,25 +130,44 @@ class Watcher:
 
     # --- what is known of one
 
-    def _is_known(self, slot: Slot) -> bool:
-        """Whether it has been heard of (by this supervisor, or its predecessor), and is not being ended already."""
-        if not slot.usable or slot.heartbeats.last is None:
-            return False
-        return slot.agent is not None or time.monotonic() - self._began > FIRST_CONTACT_S
+    def _is_awaited(self, slot: Slot, now: float) -> bool:
+        """Only a predecessor has heard of it, up to now. It is not judged, nor those that may wait for it."""
+        return slot.agent is None and now - self._began <= FIRST_CONTACT_S
 
     def _sign(self, now: float, number: int, slot: Slot, run: ActiveRun | None) -> watch.Sign:
         links = self._supervisor.rank_socket.links
         linked, down_since = links.is_up(slot.agent), links.down_since(slot.agent)
+        place, step = _place(number, slot, run), slot.place_step
+        first = run is None or slot.phase != "training" or run.is_first(number, step)
         if linked is None and self._supervisor.recorded is not None and now - self._began > FIRST_CONTACT_S:
-            linked, down_since = False, self._began + FIRST_CONTACT_S  # it was there in a predecessor's time
+            # It was there in a predecessor's time. One whose interpreter lock is held connects again, and says nothing.
+            linked, down_since = self._supervisor.is_connected(slot), self._began + FIRST_CONTACT_S
+            if place is None and run is not None:  # most likely in code of the user, in the step that is due
+                place, step = "forward", run.step + 1
+                first = run.is_first(number, step)
         stopped = proc.is_stopped(slot.process.pid) if linked is False and slot.process is not None else None
         heartbeats = slot.heartbeats
         return watch.Sign(
-            number, heartbeats.phi(now), heartbeats.age_s(now) or 0.0, linked,
-            0.0 if down_since is None else max(0.0, now - down_since), stopped,
-            slot.place if run is not None else None, slot.place_step, slot.stood_s(now),
-            run is None or slot.phase != "training" or run.is_first(number, slot.place_step),
+            number, None if self._is_awaited(slot, now) else heartbeats.phi(now), heartbeats.age_s(now) or 0.0, linked,
+            0.0 if linked or down_since is None else max(0.0, now - down_since), stopped,
+            place, step, max(0.0, now - slot.place_since), first,
         )
+
+
+def _can_be_judged(slot: Slot) -> bool:
+    """It has been heard of (by this supervisor, or its predecessor), and is not being ended already."""
+    return slot.usable and slot.heartbeats.last is not None
+
+
+def _place(rank: int, slot: Slot, run: ActiveRun | None) -> str | None:
+    if run is None:
+        return None
+    return "evaluate" if run.evaluates(rank) else slot.place
+
+
+def _agrees(slot: Slot, answer: Mapping[str, Any] | None) -> bool:
+    """Whether the rank itself says that it is still where its newest heartbeat, which is older, has seen it."""
+    return answer is None or (answer["place"], answer["step"]) == (slot.place, slot.place_step)
 
 
 def _stand(slot: Slot) -> tuple[Any, ...]:

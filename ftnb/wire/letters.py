@@ -17,6 +17,8 @@ from typing import Any
 # Lost is what has not been heard after so long: heartbeats and messages take different ways, so the one that tells of
 # a message may come before it.
 AGAIN_S = 0.3
+# What is large takes its time. Sent again before it can have arrived, it would only be later, and fill the memory.
+BYTES_PER_S = 5e6
 NUM_KEPT = 64
 # What needs no number: asked for or told again anyway, or of use only at once.
 PASSING = frozenset(
@@ -42,6 +44,10 @@ class Sent:
             self._kept.append((self.last, message, now))
             return {**message, "letter": [self.stream, self.last, self.last - 1]}
 
+    @property
+    def keeps_any(self) -> bool:
+        return bool(self._kept)
+
     def arrived(self, heard: int) -> None:
         """Up to this number nothing has to be kept."""
         with self._lock:
@@ -55,7 +61,7 @@ class Sent:
         """
         self.arrived(heard)
         with self._lock:
-            if not self._kept or (now is not None and now - self._kept[0][2] < AGAIN_S):
+            if not self._kept or (now is not None and now - self._kept[0][2] < self._patience_s()):
                 return []
             again, before = [], heard
             for number, message, _ in self._kept:
@@ -64,6 +70,14 @@ class Sent:
             if now is not None:
                 self._kept = deque([(number, message, now) for number, message, _ in self._kept], maxlen=NUM_KEPT)
             return again
+
+    def _patience_s(self) -> float:
+        num_bytes = sum(len(value) for _, message, _ in self._kept for value in message.values() if _is_raw(value))
+        return AGAIN_S + num_bytes / BYTES_PER_S
+
+
+def _is_raw(value: Any) -> bool:
+    return isinstance(value, bytes)
 
 
 class Received:

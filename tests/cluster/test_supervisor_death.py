@@ -155,6 +155,26 @@ def test_a_rank_dies_while_nobody_is_in_charge(session: ftnb.Session, reference:
     check_all(run, gate, reference, [0, 1])
 
 
+@pytest.mark.parametrize("fault", ["hang", "gil"])
+def test_a_rank_that_says_nothing_to_a_successor_is_the_one_that_is_blamed(
+    session: ftnb.Session, reference: Reference, gate: Gate, fault: str
+) -> None:
+    """Those that wait for it are not told to connect again, and one that connects again is busy, not cut off."""
+    run = comings.start(session, gate.cell, hang_timeout_s=1.0)
+    wait_until(lambda: run.step >= 10, "every size of a share has been there")
+    pid = session.status()["supervisor_pid"]
+    run.inject(fault, rank=1)
+    if fault == "gil":  # which the rank does when it is told that it is on record
+        wait_until(lambda: entry_of(session, 1)["heartbeat_age_s"] > 0.3, "it has begun")
+    assert proc.identify(pid).signal(signal.SIGKILL)
+    wait_joined(session, run, 1)
+    report = finish(run, gate)
+    check_end(report, [1], kinds=[fault])
+    check_changes(run, [1])
+    assert count(run, "regroup_started") == 2, "without it, and with another process in its place"
+    assert_same(losses_of(run), reference.losses[:STEPS], SAME_F64)
+
+
 def test_killed_while_paused(session: ftnb.Session, reference: Reference, gate: Gate) -> None:
     run = comings.start(session, gate.cell)
     run.pause()

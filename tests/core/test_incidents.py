@@ -41,6 +41,13 @@ def test_a_fault_explains_one_death_only():
     assert [f.injected for f in failures_of(RUN, events)] == ["kill", None]
 
 
+def test_a_pause_that_did_no_harm_does_not_explain_a_later_death():
+    events = Events().add("fault_injected", fault="hang", rank=2, step=5, duration_s=0.2)
+    events += [{"time": 110.0, "kind": "rank_failed", "generation": 1, "rank": 2, "failure": "kill", "reason": "Gone."}]
+    assert failures_of(RUN, events)[0].injected is None
+    assert faults_of(events.add("run_finished"))[0].outcome == "the run went on as if nothing had happened"
+
+
 def test_a_slow_rank_that_is_killed_later_was_not_killed_by_its_slowness():
     events = Events().injected("slow", 2).add("straggler_detected", rank=2, reason="slow").lost("kill", 2).recovered([2])
     assert failures_of(RUN, events)[0].injected is None

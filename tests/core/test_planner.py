@@ -409,6 +409,16 @@ def test_a_failed_collective_waits_for_its_cause():
     assert only(SendRegroup, actions).ranks == (0, 1, 2)
 
 
+def test_a_clock_that_is_put_back_does_not_make_anybody_wait():
+    state, _ = play(in_training(), StepFailed(0, 1, Failure("collective", 5, 5000.0)), now=5000.0)
+    assert play(state, Tick(), now=4999.9)[1] == [], "two clocks may differ by a little"
+    assert only(SendRegroup, play(state, Tick(), now=1400.0)[1])
+    state, _ = play(in_training(), StepFailed(0, 1, user_error(5, time=5000.0)), now=5000.0)
+    assert only(SendRegroup, play(state, Tick(), now=1400.0)[1])
+    state, _ = play(in_training(), HoldWanted("stop", 0), now=5000.0)
+    assert only(End, play(state, Tick(), now=1400.0)[1]).state == "stopped"
+
+
 def test_ranks_that_never_form_a_working_group_end_the_run():
     world = trained_to(2)
     for _ in range(20):

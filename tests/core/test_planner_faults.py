@@ -254,8 +254,10 @@ def test_ranks_that_all_wait_connect_again():
 
 
 def test_ranks_that_are_all_stuck_in_their_own_code_end_the_run_and_nobody_is_killed():
-    _, actions = play(in_training(), NoProgress(False, "every rank has been in its forward pass for 30 s"))
+    stands = {"stands": [{"ranks": [0, 1, 2], "place": "forward", "step": 5, "stack": ["a line"]}]}
+    _, actions = play(in_training(), NoProgress(False, "every rank has been in its forward pass for 30 s", stands))
     end = only(End, actions)
+    assert end.fields == stands
     assert end.state == "failed" and end.reason.startswith("Every rank has been in its forward pass for 30 s. No rank")
     assert "--hang-timeout" in end.reason and only(SendDrop, actions).ranks == (0, 1, 2)
     assert not any(isinstance(action, Kill) for action in actions)

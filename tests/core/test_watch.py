@@ -251,10 +251,28 @@ def test_leaving_a_group_may_take_longer_than_a_short_limit():
 @pytest.mark.parametrize("place", ["evaluate", "save", "held", "finished"])
 def test_where_there_is_no_limit_silence_is_no_failure_while_the_link_answers(place):
     play = Play()
-    play.put(0, place)
+    for rank in range(4):
+        play.put(rank, place if rank == 0 or place in watch.AT_REST else "collective")
     play.look()  # it could say so
     play.fall_silent(0)
     assert play.go(400.0) == []
+
+
+@pytest.mark.parametrize("place", ["held", "finished"])
+def test_who_was_at_rest_has_the_limit_from_when_others_wait_for_it(place):
+    """Its last heartbeat was of a pause, or of the end, and it holds its interpreter lock ever since."""
+    play = Play()
+    for rank in range(4):
+        play.put(rank, place)
+    play.look()
+    play.fall_silent(2)
+    assert play.go(100.0) == [], "as long as one likes"
+    for rank in (0, 1, 3):
+        play.put(rank, "collective" if place == "held" else "wait", 42)
+    assert play.go(1.9) == []
+    ((_, verdict),) = play.go(1.0)
+    assert (verdict.rank, verdict.failure) == (2, "gil")
+    assert "no heartbeat for 10" in verdict.reason
 
 
 # --- stuck

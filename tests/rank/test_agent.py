@@ -24,6 +24,11 @@ from ftnb.rank.orders import Superseded
 from ftnb.wire import messages, proc, reaper, records, sockets
 
 HEARTBEAT_MS = (100, 400)  # as a supervisor watches its ranks
+SLOW = """
+def loss_fn(output, target):
+    time.sleep(0.5)
+    return torch.nn.functional.mse_loss(output, target)
+"""
 # Waits in its third step until the file is there.
 WAITING_CELL = (
     CELL
@@ -275,3 +280,14 @@ def test_python_may_be_silent_for_as_long_as_a_supervisor_puts_up_with_it(desk):
     desk.inject(0, "gil", duration_s=4.0)
     before = desk.steps(0)
     wait_until(lambda: desk.steps(0) > before + 20, "it goes on")
+
+
+def test_python_may_be_silent_for_as_long_as_long_steps_take(desk):
+    """In native code that keeps the interpreter lock, say: ten steps, as for the supervisor."""
+    desk.start(0, linger_s=0.2, ALONE_EXTRA_S=0.5, DEAD_MAN_EXTRA_S=0.2)
+    desk.train(0, cell=CELL + SLOW, hang_timeout_s=0.5)
+    until = time.monotonic() + 1.5
+    wait_until(lambda: time.monotonic() > until, "a word")
+    desk.inject(0, "gil", duration_s=3.0)
+    before = desk.steps(0)
+    wait_until(lambda: desk.steps(0) > before + 1, "it goes on")

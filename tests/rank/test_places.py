@@ -10,6 +10,7 @@ import peers
 import pytest
 import torch
 
+from ftnb.core import watch
 from ftnb.rank import group as group_module
 
 SPIED = """
@@ -166,8 +167,15 @@ def slowed_down(rank: int, directory: Path, duration_s: float | None) -> Any:
     if rank == 1:
         peer.inject("slow", 3, factor=6.0, duration_s=duration_s)
     thread = peer.start([0, 1])
+    out_of_step = []
+    while not any(message["op"] == "finished" for message in peer.link.told) and thread.is_alive():
+        committed, (name, step, _) = peer.training.committed, peer.training.place
+        if name in watch.BEFORE_SUM and step is not None and step <= committed:
+            out_of_step.append((committed, name, step))
+        time.sleep(0.005)
     peer.link.wait_told("finished", 1)
     peer.end(thread)
+    assert out_of_step == [], "the others stand in the next step meanwhile: they, or it, would be blamed"
     assert [m["step"] for m in peer.link.told if m["op"] == "fault_due"] == [3] * rank
     return [record[-2:] for record in peer.link.reported("committed")]
 

@@ -74,16 +74,22 @@ def test_last_lines() -> None:
 def test_the_pace_of_a_run() -> None:
     pace = Pace()
     assert pace.median_step_s is None and pace.steps_per_s(0.0) is None
-    for step in range(1, 11):
-        pace.committed(10 + step * 0.1, step)
-    assert pace.median_step_s == pytest.approx(0.1)
+    pace.committed(10.1, 1, 25.0)  # compiled
+    assert pace.median_step_s == 25.0, "from the first step on: the second one may take as long"
+    assert pace.steps_per_s(10.2) is None
+    for step in range(2, 11):
+        pace.committed(10 + step * 0.1, step, 0.09)
+    assert pace.median_step_s == 0.09
     assert pace.steps_per_s(11.5) == pytest.approx(10)
     assert pace.steps_per_s(14.5) is None, "nothing moves"
-    pace.committed(20.0, 5)  # rolled back
-    assert pace.median_step_s is None
+    pace.committed(20.0, 5, 0.09)  # rolled back
+    assert pace.steps_per_s(20.0) is None and pace.median_step_s == 0.09
+    successor = Pace()
+    successor.recall([0.2, None, 0.2])
+    assert successor.median_step_s == 0.2 and successor.steps_per_s(20.0) is None
     slow = Pace()
     for step in range(1, 4):
-        slow.committed(step * 2.0, step)
+        slow.committed(step * 2.0, step, 2.0)
     assert slow.steps_per_s(6.0 + 19.0) == pytest.approx(0.5), "ten typical steps are not over"
 
 

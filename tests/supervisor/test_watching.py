@@ -119,3 +119,15 @@ def test_nobody_waits_for_ever_for_a_process_that_cannot_be_killed(scenario: Sce
     assert 5.0 <= told["took_s"] < 8.0
     assert told["cut_off"] is True and told["heard"] is False
     assert "Rank 1" in told["notes"][0] and "cut off" in told["notes"][0]
+
+
+@pytest.mark.parametrize("scenario", ["books"], indirect=True)
+def test_what_was_told_is_not_told_again_and_what_comes_late_does_not_count(scenario: Scenario) -> None:
+    told = scenario.told()
+    assert "error" not in told, told
+    assert told["nan"] == ["Step 2: loss was not finite on rank 1. The update of this step is skipped."]
+    assert told["digests"] is None
+    assert told["limit_s"] == told["limit_s_then"] == 40.0
+    assert told["first"] == [False, True, True]
+    assert told["first_then"] == [False, True]
+    assert told["names"] == [5, 0], "nobody needs them any more"

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ftnb.supervisor.ranks import Slot
+from ftnb.supervisor.runs import ActiveRun
 from ftnb.supervisor.server import Supervisor
 from ftnb.wire import proc
 
@@ -66,7 +67,8 @@ class WithAgents(Supervisor):
             raise
         finally:
             told["notes"] = [*self.fleet.notes]
-            told["ended"] = [child.pid for child in self.children if child.poll() is not None]
+            # Not by `poll`: of a process that is killed, some threads may still be on their way out.
+            told["ended"] = [c.pid for c in self.children if (p := proc.identify(c.pid)) is None or not p.is_alive()]
             print(json.dumps(told), flush=True)
             self.stop("the scenario is over")
 
@@ -96,6 +98,8 @@ async def stopped(supervisor: WithAgents) -> dict[str, Any]:
         told[f"{name}_shown"] = slot.status(time.monotonic(), supervisor.rank_socket.links)["state"]
         told[f"{name}_ended_s"] = await until(lambda: not slot.process.is_alive(), "it is ended")  # noqa: B023
         told[f"{name}_state"] = slot.state
+    # Its main thread is gone a moment before all of it is.
+    await until(lambda: sum(child.poll() is not None for child in supervisor.children) == 2, "their status is known")
     return told
 
 
@@ -163,6 +167,49 @@ async def unkillable(supervisor: WithAgents) -> dict[str, Any]:
         return {"took_s": took_s, "heard": slot.last_sign != heard, "cut_off": slot.cut_off}
     finally:
         proc.kill_session, proc.ProcessId.signal = kill_session, send
+
+
+async def books(supervisor: WithAgents) -> dict[str, Any]:
+    """A run whose reports are read twice, the second time by a successor; and words that come late."""
+    options = {
+        "name": "run", "recovery": "shrink", "global_batch": 6, "evaluate_every": None, "on_nan": "skip",
+        "hang_timeout_s": 30.0,
+    }  # fmt: skip
+    job = {
+        "name": "run", "directory": str(supervisor.directory / "run"), "options": options, "cell": "", "cwd": "",
+        "sys_path": [], "backend": "gloo", "num_ranks": 3, "dataset_len": 20, "total_steps": 9,
+        "started": time.time(), "versions": {}, "signature": {},
+    }  # fmt: skip
+    Path(job["directory"]).mkdir()
+    run = supervisor.run = ActiveRun(supervisor, job, b"")
+    await until(lambda: run.healthy == {0, 1, 2}, "the agents have formed a group")
+    reports = [["nan", 1, 2, rank, "loss", rank == 1] for rank in range(3)]
+    for step in (1, 2):
+        for rank in range(3):
+            run.fetched(["fetched", 1, step, rank, 2, 0, 0.5, 2.0, None])
+            run.committed(["committed", 1, step, rank, time.time(), 0.1, None, 40.0, 0.1], f"engine{rank + 1}")
+        if step == 2:
+            for report in reports:
+                run.update_skipped(report)
+    told: dict[str, Any] = {"limit_s": run.pace.median_step_s, "first": [run.is_first(1, 3), run.is_first(1, 4)]}
+    run.committed(["committed", 1, 4, 1, time.time(), 0.1, None, 40.0, 0.1], "engine99")
+    told["first"].append(run.is_first(1, 4))  # a smaller share, and the process before had done it
+    run.finished(1, 0, "of another generation")
+    run.finished(7, 1, "of no member")
+    run.flush()
+    successor = supervisor.run = ActiveRun(supervisor, job, b"names", json.loads(json.dumps(run.record())))
+    for report in reports:
+        successor.update_skipped(report)
+    told["limit_s_then"] = successor.pace.median_step_s
+    told["first_then"] = [successor.is_first(1, 3), successor.is_first(1, 4)]
+    successor.save()
+    events = [json.loads(line) for line in (successor.directory / "events.jsonl").read_text().splitlines()]
+    told["nan"] = [event["reason"] for event in events if event["kind"] == "nan_detected"]
+    told["names"] = [len(successor.names or b"")]
+    successor.give_up("stopped", "The test is over.")
+    told["names"].append(len(successor.names or b""))
+    told["digests"] = json.loads((successor.directory / "run.json").read_text())["weights_digests"]
+    return told
 
 
 def main() -> int:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from ftnb.wire.letters import AGAIN_S, NUM_KEPT, PASSING, Received, Sent
+from ftnb.wire.letters import AGAIN_S, BYTES_PER_S, NUM_KEPT, PASSING, Received, Sent
 
 
 def test_what_passes_has_no_number() -> None:
@@ -34,6 +34,22 @@ def test_what_may_be_on_its_way_is_not_sent_again() -> None:
     assert sent.again(0, 10.1) == []
     assert len(sent.again(0, 10.0 + AGAIN_S)) == 1
     assert sent.again(0, 10.1 + AGAIN_S) == [], "it has just been sent again"
+
+
+def test_what_is_large_is_given_time_to_arrive() -> None:
+    sent, seconds = Sent("orders"), 2.0
+    sent.numbered({"op": "load", "names": bytes(int(seconds * BYTES_PER_S))}, 10.0)
+    assert sent.again(0, 10.0 + seconds) == []
+    assert len(sent.again(0, 10.0 + seconds + AGAIN_S)) == 1
+
+
+def test_what_has_arrived_is_not_kept() -> None:
+    sent = Sent("orders")
+    assert not sent.keeps_any
+    sent.numbered({"op": "load", "names": b"many megabytes"}, 10.0)
+    assert sent.keeps_any
+    sent.arrived(1)
+    assert not sent.keeps_any
 
 
 def test_what_is_missing_is_asked_for_when_it_does_not_come() -> None:

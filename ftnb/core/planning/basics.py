@@ -226,10 +226,11 @@ def recovered(state: State, incident: Incident, commit: StepCommitted) -> Emit:
 
 
 def end(
-    state: State, actions: list[Action], outcome: str, reason: str, error: Mapping[str, Any] | None = None
+    state: State, actions: list[Action], outcome: str, reason: str, error: Mapping[str, Any] | None = None,
+    fields: Mapping[str, Any] | None = None,
 ) -> tuple[State, list[Action]]:
     """Close the books and let every living rank go; appends to `actions` and returns it."""
-    state = replace(state, phase="ended", end=End(outcome, reason, error))
+    state = replace(state, phase="ended", end=End(outcome, reason, error, dict(fields or {})))
     actions += last_actions(state)
     return state, actions
 

@@ -23,6 +23,7 @@ from ftnb.core.planning.basics import (
     vacate,
 )
 from ftnb.core.planning.state import (
+    CLOCK_STEP_S,
     MAX_FRUITLESS_REGROUPS,
     RAISE_GRACE_S,
     STOP_PATIENCE_S,
@@ -68,15 +69,19 @@ def step_failed(now: float, state: State, event: StepFailed) -> tuple[State, lis
 
 
 def tick(now: float, state: State, event: Tick) -> tuple[State, list[Action]]:
-    if state.raised_since is not None and now - state.raised_since >= RAISE_GRACE_S:
+    if state.raised_since is not None and _is_over(now, state.raised_since, RAISE_GRACE_S):
         return _settle(now, state)
     unexplained = state.unexplained_since if state.raised_since is None else None
-    if unexplained is not None and now - unexplained >= UNEXPLAINED_S:
+    if unexplained is not None and _is_over(now, unexplained, UNEXPLAINED_S):
         reason = "A collective failed, yet no rank died or raised; all ranks connect again."
         return _connect_again(now, state, unexplained, reason, {})
-    if state.stop_since is not None and now - state.stop_since >= STOP_PATIENCE_S:
+    if state.stop_since is not None and _is_over(now, state.stop_since, STOP_PATIENCE_S):
         return end(state, [], "stopped", "Stopped on request; the step in flight took too long and was given up.")
     return state, []
+
+
+def _is_over(now: float, since: float, limit_s: float) -> bool:
+    return not -CLOCK_STEP_S <= now - since < limit_s
 
 
 def no_progress(now: float, state: State, event: NoProgress) -> tuple[State, list[Action]]:
@@ -86,7 +91,7 @@ def no_progress(now: float, state: State, event: NoProgress) -> tuple[State, lis
             "they stand with %ft_stacks, mend the cell and run it again; if their code only takes long, give it more "
             "time with --hang-timeout."
         )
-        return end(state, [], "failed", reason)
+        return end(state, [], "failed", reason, fields=event.fields)
     if state.phase not in ("forming", "training"):
         return state, []
     return _connect_again(now, state, now, words.sentence(event.reason), event.fields)

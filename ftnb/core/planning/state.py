@@ -21,6 +21,9 @@ MAX_FRUITLESS_REGROUPS = 4
 # How long a stop waits for the ranks to reach a step boundary before it takes them out of the step.
 STOP_PATIENCE_S = 5.0
 
+# The clock is that of the wall. One that is put back by more than this is not waited for.
+CLOCK_STEP_S = 1.0
+
 # Causes of a failure that all members find at the same point of the same step.
 VERDICTS = ("divergence", "nan")
 
