@@ -87,6 +87,12 @@ def _wait(
             )
         if is_done(status, num_ranks):
             return
+        if lost := status.get("not_replaced"):
+            names = f"rank {lost[0]} was" if len(lost) == 1 else f"ranks {', '.join(map(str, lost))} were"
+            raise ClusterError(
+                f"Cluster {session.name!r} does not get to {_count(num_ranks)}: {names} lost meanwhile, and nobody is "
+                f"replaced now. Ask again: %ft_cluster resize -n {num_ranks} (in Python: session.resize({num_ranks}))."
+            )
         if elapsed_s > LIMIT_S:
             working = sum(e["rank"] is not None and e["state"] in _WORKING for e in status["ranks"])
             raise WaitTimeout(

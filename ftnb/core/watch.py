@@ -32,6 +32,8 @@ MISMATCH_S = 0.5
 # The first step of a generation (torch.compile, caches, the first touch of the data), and copying the state.
 FIRST_S = 300.0
 SLOW_STEPS = 10
+# Leaving a group: whatever Gloo still has in hand may be waited for.
+LEAVE_S = 10.0
 # A gap between two looks above which the watcher had been stopped; how much later the ranks may have been continued,
 # and how long after it nobody is judged.
 PAUSE_S, CONTINUED_S, SETTLE_S = 0.5, 0.5, 1.0
@@ -41,12 +43,13 @@ WAITING = frozenset(("wait", "form", "share", "collective", "held", "finished"))
 EXEMPT = frozenset(("evaluate", "save", "held", "finished"))
 TOGETHER = frozenset(("form", "share", "collective"))  # ends only with the others
 BEFORE_SUM = frozenset(("fetch", "forward", "backward", "collective"))  # of the step, has not got the sum of it
-REGROUPING = frozenset(("wait", "form", "share"))
+REGROUPING = frozenset(("wait", "form", "share", "leave"))
 # With nothing to do: no place to be stuck in, but others may come to wait for who is there.
 AT_REST = frozenset(("held", "finished"))
 
 _WORDS = {"collective": "the all-reduce", "form": "forming the group", "share": "sharing the state",
-          "fetch": "fetching the data", "finish": "its last work", "update": "the update"}  # fmt: skip
+          "fetch": "fetching the data", "finish": "its last work", "update": "the update",
+          "leave": "leaving the group"}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +121,8 @@ def limit_s(sign: Sign, limits: Limits) -> float | None:
     if sign.place in EXEMPT:
         return None
     limit = max(limits.hang_timeout_s, SLOW_STEPS * (limits.median_step_s or 0.0))
+    if sign.place == "leave":
+        return max(limit, LEAVE_S)
     return max(limit, FIRST_S) if sign.first or sign.place in ("share", None) else limit
 
 
@@ -323,6 +328,8 @@ class _View:
             why = "--hang-timeout"
         elif limit == SLOW_STEPS * (self.limits.median_step_s or 0.0):
             why = f"{SLOW_STEPS} typical steps"
+        elif sign.place == "leave":
+            why = "for leaving a group"
         else:
             why = "while the state is shared" if sign.place == "share" else "for a first step"
         return f"limit {limit:.4g} s, {why}"

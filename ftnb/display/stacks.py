@@ -11,6 +11,7 @@ from ftnb.display.table import Shown
 # Places of the training thread, in words; {step} is the step it is in.
 _PLACES = {
     "wait": "waiting for the next generation",
+    "leave": "leaving the group of step {step}",
     "form": "forming the group, next step {step}",
     "share": "sharing the state of the training, next step {step}",
     "fetch": "fetching the batch of step {step}",

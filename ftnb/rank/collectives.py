@@ -74,6 +74,7 @@ class Collectives:
 
     def __init__(self, whereabouts: Whereabouts | None = None) -> None:
         self.broken = False
+        self.writes_state = False  # what is in hand goes straight into the state of the training
         self._buckets: list[torch.Tensor] = []
         self._whereabouts = whereabouts or Whereabouts()
         self._in_hand: list[dist.Work] = []
@@ -132,7 +133,9 @@ class Collectives:
         for dtype in dict.fromkeys(t.dtype for t in tensors):
             same = [t for t in tensors if t.dtype == dtype]
             flat = same[0] if len(same) == 1 and same[0].is_contiguous() else torch.cat([t.reshape(-1) for t in same])
+            self.writes_state = flat is same[0]
             self._call(dist.broadcast(flat, source, async_op=True))
+            self.writes_state = False
             if flat is not same[0]:
                 with torch.no_grad():
                     for tensor, new in zip(same, flat.split([t.numel() for t in same])):
@@ -146,6 +149,7 @@ class Collectives:
         """
         if not sends and not receives:
             return
+        self.writes_state = bool(receives)
         works: list[dist.Work] = []
         waiter = self._waiter = _Waiter(works, (sends or receives)[0][0].device)
         try:
@@ -159,7 +163,7 @@ class Collectives:
             raise BrokenOff("the process group was given up")
         if waiter.error is not None:
             raise waiter.error
-        self._waiter = None
+        self._waiter, self.writes_state = None, False
 
     @staticmethod
     def _start(sends: Sequence[Message], receives: Sequence[Message], works: list[dist.Work]) -> None:

@@ -162,8 +162,12 @@ class Group:
     def _wait_until_closed(self) -> None:
         """After an abort, until Gloo has closed the connections of what it did not finish (1 or 2 ms, as a rule).
 
-        Up to then it may read what is left in them, straight into this rank's parameters.
+        Up to then it may read what is left in them, straight into this rank's parameters or buffers. Gradients are
+        another matter: those of a step that is given up are thrown away, and this may last as long as it is let (one
+        time in fifty Gloo stops reading from a connection that is gone, and never closes it).
         """
+        if not self.collectives.writes_state:
+            return
         deadline = time.monotonic() + CLOSE_TIMEOUT_S
         while not self.collectives.settled(within_s=0.001) and time.monotonic() < deadline:
             still_open = _socket_fds()

@@ -226,6 +226,8 @@ class Training:
 
     def _leave_group(self) -> None:
         if self._group is not None:
+            if self.stage != "finished":
+                self._where.at("leave", self.in_flight)
             self._group.destroy()
             self._group = None
 

@@ -255,6 +255,13 @@ class Fleet:
             return self.vacant
         return set() if run.no_joining else set(run.vacant)
 
+    def not_replaced(self) -> list[int]:
+        """Slots that stay empty until somebody asks for them: lost ranks of a run with recovery "shrink", say."""
+        if (run := self._supervisor.going_run) is not None:
+            return sorted(set(range(self.num_ranks)) - run.has_run - run.vacant)
+        living = {rank for rank, slot in self.ranks.items() if slot.alive}
+        return sorted(set(range(self.num_ranks)) - living - self.vacant)
+
     def discard_unborn(self) -> None:
         """Processes that an earlier supervisor was about to start when it died: they are started anew."""
         assert self.engines is not None

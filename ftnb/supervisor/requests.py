@@ -43,7 +43,8 @@ async def status(supervisor: Supervisor, **_: Any) -> dict[str, Any]:
         "world_size": len(run.members) if run and not run.is_over else sum(s.usable for s in supervisor.ranks.values()),
         "run": run.name if run else None, "num_ranks": supervisor.num_ranks, "ranks": supervisor.fleet.statuses(),
         "num_spares": supervisor.fleet.num_spares, "wanted_ranks": supervisor.num_ranks, "term": supervisor.term,
-        "resize_problem": supervisor.resize_problem(), "notes": [*supervisor.fleet.notes],
+        "resize_problem": supervisor.resize_problem(), "not_replaced": supervisor.fleet.not_replaced(),
+        "notes": [*supervisor.fleet.notes],
         "backend": supervisor.backend(), "threads": supervisor.threads, "error": supervisor.error,
     }
 

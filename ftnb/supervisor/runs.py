@@ -502,8 +502,12 @@ class ActiveRun:
             self.faults.lost(action.rank)
             return
         slot.state = "failed"
-        if slot.joined_step is not None:  # it had just come: the next one would do the same
-            slot.joined_step = None
+        if slot.joined_step is None:
+            return
+        slot.joined_step = None
+        if slot.fault == "exception":
+            self._supervisor.fleet.failed(action.rank, action.reason)
+        else:  # it had just come: the next one would do the same
             ready = self._state.ready.get(action.rank)
             error = dict(ready.failure.error) if ready and ready.failure else {}
             joining.refuse(self, None, f"The replacement of rank {action.rank} raised an exception.", error)

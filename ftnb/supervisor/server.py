@@ -455,6 +455,7 @@ class Supervisor:
             slot.step = record[2]
             run.fetched(record)
         elif kind == "committed":
+            slot.moved = time.monotonic()
             run.committed(record, slot.key)
         elif kind == "evaluated":
             run.evaluated(record[2], record[3])

@@ -104,7 +104,7 @@ class Watcher:
         stand_still = [
             rank for rank in judged
             if rank in run.living and rank in before and _stand(ranks[rank]) == before[rank]
-            and ranks[rank].place_since < asked and _agrees(ranks[rank], answers.get(rank))
+            and ranks[rank].place_since < asked and not ranks[rank].is_elsewhere(answers.get(rank))
         ]  # fmt: skip
         if self._supervisor.going_run is not run or run.generation != generation:
             return
@@ -150,7 +150,7 @@ class Watcher:
         return watch.Sign(
             number, None if self._is_awaited(slot, now) else heartbeats.phi(now), heartbeats.age_s(now) or 0.0, linked,
             0.0 if linked or down_since is None else max(0.0, now - down_since), stopped,
-            place, step, max(0.0, now - slot.place_since), first,
+            place, step, slot.stood_s(now), first,
         )
 
 
@@ -163,11 +163,6 @@ def _place(rank: int, slot: Slot, run: ActiveRun | None) -> str | None:
     if run is None:
         return None
     return "evaluate" if run.evaluates(rank) else slot.place
-
-
-def _agrees(slot: Slot, answer: Mapping[str, Any] | None) -> bool:
-    """Whether the rank itself says that it is still where its newest heartbeat, which is older, has seen it."""
-    return answer is None or (answer["place"], answer["step"]) == (slot.place, slot.place_step)
 
 
 def _stand(slot: Slot) -> tuple[Any, ...]:

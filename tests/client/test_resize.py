@@ -98,6 +98,12 @@ def test_a_problem_while_resizing_and_somebody_elses_wish_end_the_waiting():
         Session(cluster(status("idle", "idle", wanted=4))).resize(3)
 
 
+def test_whoever_is_lost_meanwhile_and_not_replaced_is_not_waited_for():
+    lost = status("training", "failed", "training", wanted=3) | {"not_replaced": [1]}
+    with pytest.raises(ClusterError, match=r"rank 1 was lost meanwhile.*resize -n 3 .*session\.resize\(3\)"):
+        Session(cluster(status("training", "training", wanted=3), lost)).resize(3, show=lambda text: None)
+
+
 def test_ctrl_c_and_the_deadline_end_the_waiting_only(monkeypatch):
     def interrupted(entry):
         raise KeyboardInterrupt

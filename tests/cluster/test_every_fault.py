@@ -320,3 +320,20 @@ def test_stacks_show_where_everybody_stands(session: ftnb.Session, gate: Gate) -
     kill(session, 2)
     wait_joined(session, run, 1)
     finish(run, gate)
+
+
+def test_an_injected_exception_says_nothing_about_the_next_newcomer(
+    session: ftnb.Session, reference: Reference, gate: Gate
+) -> None:
+    """A newcomer that raises is not replaced, for the next one would raise as well; but this one was made to."""
+    run = start(session, gate.cell)
+    run.inject("kill", rank=1)
+    wait_until(lambda: count(run, "rank_joined") == 1, "it is replaced", every_s=0.002)
+    run.inject("exception", rank=1)
+    wait_joined(session, run, 2)
+    report = finish(run, gate)
+    check_end(report, [1, 1], kinds=["kill", "exception"])
+    raised, joined = (next(e["step"] for e in events_of(run, kind)[::-1]) for kind in ("fault_injected", "rank_joined"))
+    assert raised - events_of(run, "rank_joined")[0]["step"] < 3 <= joined
+    assert count(run, "spare_lost") == 0
+    assert_same(losses_of(run), reference.losses, SAME_F64)

@@ -27,7 +27,7 @@ from cluster_tools import (
 from comings import STEPS, Gate, check_changes, check_end, count, entry_of, finish, kill, wait_joined
 
 import ftnb
-from ftnb.errors import RunError, UsageError
+from ftnb.errors import ClusterError, RunError, UsageError
 
 
 @pytest.fixture
@@ -160,6 +160,25 @@ def test_after_shrinking(session: ftnb.Session, reference: Reference, gate: Gate
     check_end(finish(run, gate), [3], world_size=5)
     check_books(run, STEPS)
     check_changes(run, [3], [3, 4])
+    assert_same(losses_of(run), reference.losses, SAME_F64)
+
+
+def test_a_rank_is_lost_meanwhile_and_nobody_replaces_it(
+    session: ftnb.Session, reference: Reference, gate: Gate
+) -> None:
+    """With `shrink` it would be waited for in vain: that is said, and asking again brings it back."""
+    run = comings.start(session, gate.cell, recovery="shrink")
+    with ThreadPoolExecutor() as pool:
+        resized = pool.submit(run.resize, 5, show=lambda text: None)
+        wait_until(lambda: session.status()["wanted_ranks"] == 5, "the supervisor has heard of it", every_s=0.001)
+        kill(session, 1)
+        with pytest.raises(ClusterError, match=r"rank 1 was lost meanwhile.*resize -n 5"):
+            resized.result(60)
+    assert run.state != "finished"
+    run.resize(5, show=lambda text: None)
+    wait_joined(session, run, 2, world_size=5)
+    check_end(finish(run, gate), [1], world_size=5)
+    check_changes(run, [1], [1, 4])
     assert_same(losses_of(run), reference.losses, SAME_F64)
 
 

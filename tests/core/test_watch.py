@@ -234,6 +234,20 @@ def test_sorting_millions_of_strings_is_no_failure(place, first, seconds):
     assert play.train(10.0) == []
 
 
+def test_leaving_a_group_may_take_longer_than_a_short_limit():
+    """Whatever Gloo has in hand may be waited for, which is nobody's fault."""
+    play = Play(limits=Limits(hang_timeout_s=1.0))
+    for rank in (0, 1, 3):
+        play.put(rank, "wait")
+    play.put(2, "leave")
+    assert play.go(9.5) == []
+    (at, stuck), = play.go(1.0)
+    assert at == pytest.approx(10.0, abs=0.11)
+    assert stuck.ranks == (2,) and stuck.reason == (
+        "has stood in leaving the group for 10.0 s while ranks 0, 1 and 3 wait for it (limit 10 s, for leaving a group)"
+    )
+
+
 @pytest.mark.parametrize("place", ["evaluate", "save", "held", "finished"])
 def test_where_there_is_no_limit_silence_is_no_failure_while_the_link_answers(place):
     play = Play()

@@ -8,6 +8,9 @@ from typing import Any
 
 import peers
 import pytest
+import torch
+
+from ftnb.rank import group as group_module
 
 from ftnb.core import watch
 
@@ -238,3 +241,26 @@ def alone(rank: int, directory: Path) -> Any:
 
 def test_one_rank_alone_cannot_be_out_of_step(tmp_path):
     assert peers.run_ranks(alone, 1, tmp_path) == [[]]
+
+
+def leave_with_a_sum_in_hand(rank: int, directory: Path) -> Any:
+    """Rank 0 leaves its group while a sum is in hand whose connections are not closed; rank 1 never joins in."""
+    peer = peers.Peer(rank, directory, "model = torch.nn.Linear(4, 4)\noptimizer = torch.optim.SGD(model.parameters(), 0.1)\n")
+    group = peer.form([0, 1])
+    if rank == 0:
+        group_module.CLOSE_TIMEOUT_S = 10 * peers.DEADLINE_S
+        work = torch.distributed.all_reduce(torch.ones(4), async_op=True)
+        group.collectives._in_hand.append(work)
+        group.collectives.break_off()
+        peer.training._leave_group()  # blocked here once
+        left = peer.training.place[0], work.is_completed()
+        peer.link.store.add("left", 1)
+        return left
+    peers.wait_until(lambda: peer.link.store.add("left", 0), "the other one has left")
+    return None
+
+
+def test_a_sum_that_never_ends_holds_nobody_up(tmp_path):
+    """Gloo does not always close its connections. What is still read from them goes into gradients that nobody uses."""
+    left, _ = peers.run_ranks(leave_with_a_sum_in_hand, 2, tmp_path)
+    assert left == ("leave", False)
