@@ -88,7 +88,7 @@ class ActiveRun:
         self._skipped: dict[int, dict[int, tuple[str, bool]]] = {}  # by step and rank: (where, whether it is a source)
         self._skips_told = 0  # the last step of which that was told
         self._told_cut_off: set[str] = set()  # keys of processes that do not end although they were killed
-        self._useful_s = 0.0
+        self._useful_s: list[float] = []  # of each step from the first on; what is undone counts no more
         self._last_commit: float | None = None
         self._state = planner.new(self.total_steps, **_strategy(self.options))
         self._open_generation, self._open_members, self._open_first = 0, (), 1
@@ -155,7 +155,10 @@ class ActiveRun:
         for event in kept.events:
             self.failures += event["kind"] == "rank_failed"
             self.recent.appendleft(event.get("reason", ""))
-        self._useful_s = useful_seconds(kept.metrics)
+        before = None
+        for line in kept.metrics:
+            self._note_useful(line, before)
+            before = line.get("time") or before
         self.pace.recall(line["step_s"] for line in kept.metrics)
         for line in kept.metrics:
             self._note_line(line)
@@ -438,6 +441,7 @@ class ActiveRun:
             self._open_generation, self._open_members = action.generation, action.members
             self._open_first = action.first_step
             self.step = action.first_step - 1  # after a rollback it is less than before
+            del self._useful_s[self.step :]
             self._skipped.clear()
             self._stragglers.changed(action.members, self._state.newcomers)
             self._skips_told = min(self._skips_told, action.first_step - 1)
@@ -563,8 +567,12 @@ class ActiveRun:
             if line.metrics["step"] in self._skipped:
                 self._tell_skipped(line.metrics["step"])
             self._recorder.step(line.metrics, line.ledger)
-            self._useful_s += useful_seconds([line.metrics], before=self._last_commit)
+            self._note_useful(line.metrics, self._last_commit)
             self._note_line(line.metrics)
+
+    def _note_useful(self, metrics: Mapping[str, Any], before: float | None) -> None:
+        del self._useful_s[metrics["step"] - 1 :]
+        self._useful_s.append(useful_seconds([metrics], before=before))
 
     def _note_line(self, metrics: Mapping[str, Any]) -> None:
         if not metrics["loss_shares"].startswith("0/"):  # else nobody lived to report it
@@ -622,6 +630,11 @@ class ActiveRun:
     def vacant(self) -> frozenset[int]:
         """Slots that wait for a process."""
         return self._state.vacant
+
+    @property
+    def missing(self) -> frozenset[int]:
+        """Slots whose process is lost, or has not entered yet; another one is on its way."""
+        return (self._state.vacant | self._state.has_run) - self._state.alive
 
     @property
     def job(self) -> dict[str, Any]:
@@ -706,7 +719,8 @@ class ActiveRun:
             "samples": sampler.samples_through(self.step, self.dataset_len, global_batch),
             "failures": self.failures, "elapsed_s": elapsed,
             "eta_s": (self.total_steps - self.step) / rate if rate and not self.is_over else None,
-            "num_spares": self._state.spares, "goodput": min(1.0, self._useful_s / elapsed) if elapsed > 0 else None,
+            "num_spares": self._state.spares,
+            "goodput": min(1.0, sum(self._useful_s) / elapsed) if elapsed > 0 else None,
             "ranks": self._final_ranks or self._supervisor.fleet.statuses(),
             "recent": list(self.recent), "error": self.error, "chaos": self.chaos.info(),
         }

@@ -10,9 +10,8 @@ import peers
 import pytest
 import torch
 
-from ftnb.rank import group as group_module
-
 from ftnb.core import watch
+from ftnb.rank import group as group_module
 
 SPIED = """
 import torch
