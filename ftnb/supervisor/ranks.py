@@ -94,6 +94,11 @@ class Slot:
                 self.memory.pop()
             self.memory.append((now, rss_mb))
 
+    def went_on(self, now: float, place: str, step: int) -> None:
+        """It was told to, or has said so otherwise than by a heartbeat. Should it be silent from here on, it must not
+        count as being where no time is too long (held, say)."""
+        self.place, self.place_step, self.place_since = place, step, now
+
     def stood_s(self, now: float) -> float:
         """How long it has been where its newest heartbeat says. A commit since then proves that it has moved."""
         return max(0.0, now - max(self.place_since, self.moved))

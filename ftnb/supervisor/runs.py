@@ -455,6 +455,7 @@ class ActiveRun:
             self._to_evaluate = evaluate or 0
             for rank in action.members:
                 supervisor.ranks[rank].state = "training"
+                supervisor.ranks[rank].went_on(time.monotonic(), "form", action.first_step)
                 supervisor.tell_rank(
                     rank, "go", generation=action.generation, members=list(action.members),
                     first_step=action.first_step, source=action.source, behind=list(action.behind),
@@ -466,6 +467,7 @@ class ActiveRun:
         elif isinstance(action, protocol.SendRelease):
             for rank in action.ranks:
                 supervisor.tell_rank(rank, "release")
+                supervisor.ranks[rank].went_on(time.monotonic(), "fetch", self._state.committed + 1)
         elif isinstance(action, protocol.SendDrop):
             for rank in action.ranks:
                 # Also one that was left out for an exception: its process lives and can train again.
@@ -674,7 +676,7 @@ class ActiveRun:
         """
         slot = self._supervisor.ranks.get(rank)
         done = self._sizes_done.get(slot.key) if slot is not None else None
-        if not done or step is None:
+        if not done or step is None or step < 1:  # ranks that have gone back to the start may stand "after step 0"
             return not done
         # The commit is known before the heartbeat that says that the rank has left this step.
         return done.get(self._share_size(rank, step)) in (None, (self._open_generation, step))

@@ -6,7 +6,19 @@ from typing import Any
 
 import pytest
 from cluster_tools import DEADLINE_S, SAME_F64, Reference, assert_same, check_books, losses_of, says, wait_until
-from comings import Gate, check_changes, check_end, count, finish, kill, paced, process_of, start, wait_joined
+from comings import (
+    JOIN_LIMIT_S,
+    Gate,
+    check_changes,
+    check_end,
+    count,
+    finish,
+    kill,
+    paced,
+    process_of,
+    start,
+    wait_joined,
+)
 
 import ftnb
 from ftnb.errors import UsageError
@@ -336,4 +348,40 @@ def test_an_injected_exception_says_nothing_about_the_next_newcomer(
     raised, joined = (next(e["step"] for e in events_of(run, kind)[::-1]) for kind in ("fault_injected", "rank_joined"))
     assert raised - events_of(run, "rank_joined")[0]["step"] < 3 <= joined
     assert count(run, "spare_lost") == 0
+    assert_same(losses_of(run), reference.losses, SAME_F64)
+
+
+def test_paused_when_all_have_gone_back_to_the_start(
+    session: ftnb.Session, reference: Reference, gate: Gate
+) -> None:
+    """They stand after a step that does not exist."""
+    run = start(session, gate.cell, recovery="restart")
+    run.inject("kill", rank=1)
+    run.pause()
+    wait_until(lambda: run.state == "paused" and count(run, "regrouped") == 1, "all are there, and wait", JOIN_LIMIT_S)
+    assert run.step == 0
+    places = lambda: {entry["place"] for entry in session.status()["ranks"] if entry["rank"] is not None}  # noqa: E731
+    wait_until(lambda: places() == {"held"}, "everybody has told that it waits")
+    run.unpause()
+    wait_joined(session, run, 1)
+    report = finish(run, gate)
+    check_end(report, [1])
+    assert_same(final_losses(run), reference.losses, SAME_F64)
+
+
+def test_an_interpreter_lock_that_is_held_right_after_a_pause_is_found(
+    session: ftnb.Session, reference: Reference, gate: Gate
+) -> None:
+    """The last that was heard of the rank is that it is held, where it may stay as long as it likes."""
+    run = start(session, gate.cell, hang_timeout_s=HANG_S)
+    wait_until(lambda: run.step >= 10, "every size of a share has been there: the first one may take long")
+    run.pause()
+    wait_until(lambda: run.state == "paused", "it is paused")
+    gate.open()  # no 0.1 s from here to the fault: a heartbeat would come in between
+    run.inject("gil", rank=3, at_step=run.step + 1)
+    run.unpause()
+    wait_until(lambda: count(run, "rank_failed") == 1, "it is found")
+    report = finish(run, gate)
+    assert report.state == "finished" and report.ok, str(report)
+    assert [(failure.rank, failure.kind) for failure in report.failures] == [(3, "gil")]
     assert_same(losses_of(run), reference.losses, SAME_F64)

@@ -25,6 +25,13 @@ def test_a_commit_ends_a_long_step_before_the_next_heartbeat_does() -> None:
     assert slot.stood_s(100.1) == pytest.approx(0.01)
 
 
+def test_who_was_told_to_go_on_is_not_held_any_more() -> None:
+    slot = slot_in("held", 9, place_s=60.0, now=100.0)
+    slot.went_on(100.05, "fetch", 10)
+    assert (slot.place, slot.place_step) == ("fetch", 10)
+    assert slot.stood_s(102.05) == pytest.approx(2.0)
+
+
 def test_an_answer_is_newer_than_a_heartbeat() -> None:
     slot = slot_in("forward", 9, place_s=2.0, now=100.0)
     assert not slot.is_elsewhere(None), "who does not answer may still be there"
