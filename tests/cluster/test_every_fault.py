@@ -353,6 +353,15 @@ def test_an_injected_exception_says_nothing_about_the_next_newcomer(
     assert_same(losses_of(run), reference.losses, SAME_F64)
 
 
+def wait_held(session: ftnb.Session) -> None:
+    """Until all ranks have told, by heartbeat, that they are held."""
+
+    def places() -> set[str]:
+        return {entry["place"] for entry in session.status()["ranks"] if entry["rank"] is not None}
+
+    wait_until(lambda: places() == {"held"}, "everybody has told that it waits")
+
+
 def test_paused_when_all_have_gone_back_to_the_start(
     session: ftnb.Session, reference: Reference, gate: Gate
 ) -> None:
@@ -362,8 +371,7 @@ def test_paused_when_all_have_gone_back_to_the_start(
     run.pause()
     wait_until(lambda: run.state == "paused" and count(run, "regrouped") == 1, "all are there, and wait", JOIN_LIMIT_S)
     assert run.step == 0
-    places = lambda: {entry["place"] for entry in session.status()["ranks"] if entry["rank"] is not None}  # noqa: E731
-    wait_until(lambda: places() == {"held"}, "everybody has told that it waits")
+    wait_held(session)
     run.unpause()
     wait_joined(session, run, 1)
     report = finish(run, gate)
@@ -379,6 +387,7 @@ def test_an_interpreter_lock_that_is_held_right_after_a_pause_is_found(
     wait_until(lambda: run.step >= 10, "every size of a share has been there: the first one may take long")
     run.pause()
     wait_until(lambda: run.state == "paused", "it is paused")
+    wait_held(session)
     gate.open()  # no 0.1 s from here to the fault: a heartbeat would come in between
     run.inject("gil", rank=3, at_step=run.step + 1)
     run.unpause()
