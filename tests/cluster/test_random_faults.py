@@ -12,7 +12,7 @@ from stories import KINDS, LONGEST, Stage, draw, judge, put_back
 import ftnb
 
 # Chosen so that every kind of fault, every option and every command is among them.
-SAMPLE = tuple(range(15))
+SAMPLE = (3, 7, 13, 15, 17, 22, 23, 26, 47, 49, 52, 54, 56, 69, 100)
 ALL = range(300)
 
 
