@@ -45,7 +45,7 @@ STEPS_PER_EPOCH = 4  # of 50 samples, 16 in a step: within so many steps every s
 # What is injected -> what a rank that is lost by it may be found to be.
 FOUND = {
     "kill": {"kill"}, "exit": {"exit"}, "exception": {"exception"}, "hang": {"hang"}, "stall": {"stall"},
-    "deadlock": {"deadlock"}, "gil": {"gil"}, "slow": {"straggler"}, "nan": set(), "bitflip": {"bitflip"},
+    "deadlock": {"deadlock"}, "gil": {"gil"}, "slow": {"straggler", "stall"}, "nan": set(), "bitflip": {"bitflip"},
     "oom": {"kill", "stall"}, "partition": {"partition"},
 }  # fmt: skip  (memory grows for half a second, or for longer on a busy machine)
 KINDS = tuple(FOUND)

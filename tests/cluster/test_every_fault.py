@@ -232,6 +232,18 @@ def test_a_slow_rank_is_named_and_stays(session: ftnb.Session, reference: Refere
     assert_same(losses_of(run), reference.losses, SAME_F64)
 
 
+def test_a_very_slow_rank_is_not_out_of_step(session: ftnb.Session, reference: Reference, gate: Gate) -> None:
+    """What it sleeps makes the others wait in the next step, and is many typical steps long."""
+    run = start(session, gate.cell)
+    wait_until(lambda: run.step >= 10, "it is known what is typical")
+    run.inject("slow", rank=2, factor=10, duration_s=3)
+    after = run.step
+    wait_until(lambda: run.step > after + 5, "the training goes on")
+    check_end(finish(run, gate), [])
+    assert count(run, "rank_suspected") == 0
+    assert_same(losses_of(run), reference.losses, SAME_F64)
+
+
 def test_a_slow_rank_is_evicted_when_asked(session: ftnb.Session, reference: Reference, gate: Gate) -> None:
     run = start(session, gate.cell, evict_stragglers=True)
     run.inject("slow", rank=2, factor=3)
