@@ -64,10 +64,10 @@ def check_chaos(given: dict[str, Any]) -> dict[str, Any]:
     return {**wish, "kinds": kinds}
 
 
-def list_rows() -> list[tuple[str, str, str]]:
-    """What `%ft_inject --list` shows: kind, what happens → how it is found, further options."""
+def list_rows() -> list[tuple[str, str]]:
+    """What `%ft_inject --list` shows: kind and its own options, what happens → how it is found."""
     rows = []
     for kind in faults.KINDS.values():
         more = " ".join(flag for word, flag in faults.FLAGS.items() if word in kind.takes)
-        rows.append((kind.name, f"{kind.what} → {kind.found}", more))
-    return rows + [(name, f"{words} (not available yet)", "") for name, words in faults.LATER_KINDS.items()]
+        rows.append((f"{kind.name} {more}".strip(), f"{kind.what} → {kind.found}"))
+    return rows + [(name, f"{words} (not available yet)") for name, words in faults.LATER_KINDS.items()]

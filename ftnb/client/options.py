@@ -127,7 +127,7 @@ TRAIN_OPTIONS = (
     Option("recovery", str, "replace", "after a failure: replace the lost rank, shrink (go on without it), or restart "
            "(all go back to the start, or the last replica check, and wait for the full number)", choices=RECOVERIES),
     Option("hang_timeout_s", float, 30.0, "seconds without progress after which a rank counts as stuck (10 steps, if "
-           "those take longer)", flag="--hang-timeout", above=0),
+           "those take longer; 300 s in a first step, which may be compiling)", flag="--hang-timeout", above=0),
     Option("on_nan", str, "stop", "when a gradient is not finite: stop the run, skip that update, or rollback to the "
            "last state that is kept", choices=("stop", "skip", "rollback")),
     Option("check_replicas", int, None, "compare the ranks' weights and optimizer states every K steps", minimum=1),

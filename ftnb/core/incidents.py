@@ -163,7 +163,9 @@ def _matches(events: Sequence[Mapping[str, Any]]) -> dict[int, int]:
         if found is None:
             continue
         ranks = set(event.get("ranks") or ()) | ({event["rank"]} if event.get("rank") is not None else set())
-        for fault in reversed(open_faults):
+        # Of several on one rank, the one that looks like what was found; else the latest.
+        alike = ("kill", "oom") if found == "kill" else (found,)
+        for fault in sorted(open_faults, key=lambda number: (events[number].get("fault") not in alike, -number)):
             what, rank = events[fault].get("fault"), events[fault].get("rank")
             if event["time"] > events[fault]["time"] + events[fault].get("duration_s", math.inf) + _AFTER_S:
                 continue  # it was over without harm; this is something else
@@ -182,6 +184,10 @@ def _matches(events: Sequence[Mapping[str, Any]]) -> dict[int, int]:
 def _outcome(events: Sequence[Mapping[str, Any]], place: int, found: int | None) -> str:
     if found is None:
         later = [e["kind"] for e in events[place + 1 :]]
+        if events[place].get("fault") == "bitflip":
+            return "not noticed while it trained (--check-replicas K compares the replicas)"
+        if "run_failed" in later:
+            return "the run ended"
         if "run_finished" in later:
             return "the run went on as if nothing had happened"
         return "no rank was lost"

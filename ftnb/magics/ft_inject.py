@@ -22,7 +22,7 @@ def run(line: str) -> None:
     if parsed.help:
         return
     if parsed.values.pop("list", None):
-        header = ("kind", "what happens → how it is found", "also takes")
+        header = ("kind", "what happens → how it is found")
         print("\n".join(text_table(header, list_rows())))
         print(
             "\nWho is lost is fenced and replaced (--recovery replace, the default). Slow ranks stay, unless\n"

@@ -52,7 +52,7 @@ def strike(fault: Fault, rank: int | None, step: int) -> None:
                 stream.flush()
         os._exit(0)
     elif kind == "exception":
-        raise InjectedFault(f"injected by ftnb in step {step}")
+        raise InjectedFault("injected by ftnb")
     elif kind == "hang":
         # To this thread, which then is sure to be stopped before it goes on; the others stop with it.
         signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)

@@ -37,6 +37,8 @@ OnExit = Callable[[int, "int | None"], None]
 OUTPUTS_KEPT = 50  # of engines that have ended
 AFTER_DEATH_S = 0.1  # the recovery of the others comes first: it needs these milliseconds more
 REMAINS_TIMEOUT_S = 2.0
+# A process that cannot be killed must not keep its replacement from being started.
+END_OF_FORMER_S = 3.0
 # By default an engine ends 30 s after its controller. Here the agent decides that, by the supervisor's word.
 _ENGINE_ARGS = ["--IPEngine.max_heartbeat_misses=0", "--IPEngine.timeout=30"]
 
@@ -49,6 +51,7 @@ class _Engine:
     token: str
     pid: int | None = None
     started: str | None = None
+    replaced: bool = False  # its id belongs to another one
 
 
 class Engines:
@@ -245,7 +248,8 @@ class Engines:
         deadline = time.monotonic() + REMAINS_TIMEOUT_S
         while self._end_remains(engine) and time.monotonic() < deadline:
             await asyncio.sleep(0.005)
-        await self._controller.sign_off(engine.engine_id)
+        if not engine.replaced:
+            await self._controller.sign_off(engine.engine_id)
 
     def _end_remains(self, engine: _Engine) -> bool:
         told = False
@@ -272,9 +276,17 @@ class Engines:
                     self._output_file(old).unlink(missing_ok=True)
 
     async def _free(self, engine_id: int) -> None:
-        """Wait until the controller has forgotten an earlier engine of this id; else the new one would get another."""
-        if (task := self._sign_offs.get(engine_id)) is not None:
-            await asyncio.wait([task])
+        """Wait until the controller has forgotten an earlier engine of this id; else the new one would get another.
+
+        A rank that was found to hang is replaced while it is being killed: before it has ended, and has been signed off
+        with its nanny, a sign-off would hit the new engine.
+        """
+        former = [engine for engine in self._engines.values() if engine.engine_id == engine_id and engine.pid]
+        deadline = time.monotonic() + END_OF_FORMER_S
+        while any(engine in self._engines.values() for engine in former) and time.monotonic() < deadline:
+            await asyncio.sleep(0.005)
+        for engine in former:
+            engine.replaced = True
         async with self._controller_changes:  # not in the middle of a restart, which has to forget the dead ones itself
             known = await self._controller.engine_ids()
             if known is not None and engine_id in known and not await self._controller.sign_off(engine_id):

@@ -66,8 +66,16 @@ class Faults:
         faults.check_options(kind, {"rank": rank, **given})
         living = sorted(run.living)
         if rank is None:
-            rank = living[-1] if living else 0
+            busy = {fault["rank"] for fault in self._planned.values()} | {
+                number for number, slot in self._supervisor.ranks.items() if slot.fault is not None
+            }  # fmt: skip
+            rank = next((r for r in reversed(living) if r not in busy), living[-1] if living else 0)
         if rank not in living:
+            if rank in run.missing:
+                raise UsageError(
+                    f"Rank {rank} has been lost, and another process is on its way to take its place. Try again when "
+                    "%ft_status shows it training."
+                )
             raise UsageError(
                 f"Rank {rank} takes no part in run {run.name!r} (living ranks: {', '.join(map(str, living))}). "
                 "%ft_status shows all ranks."

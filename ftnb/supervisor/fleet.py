@@ -487,7 +487,10 @@ class Fleet:
             words = slot.problem.rstrip(".")  # it said itself why it had to be ended
         slot.problem = slot.problem or f"{words[0].upper()}{words[1:]}."
         if slot.fault_time is not None:
-            words = "it was killed (SIGKILL, injected)" if status in (-signal.SIGKILL, None) else words
+            if status in (-signal.SIGKILL, None):
+                words = "it was killed (SIGKILL, injected)"
+                if slot.fault == "oom" and (grown := lastwords.growth(slot.memory)):
+                    words += f"; its memory had grown from {grown[0]:.0f} to {grown[1]:.0f} MB"
             failure = "kill" if status is None else failure
         log.info("%s (rank %s, pid %d) is gone, it was %s: %s", slot.key, slot.rank, pid, was, words)
         self._supervisor.drain(slot)

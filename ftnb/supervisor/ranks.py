@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ class Slot:
     place: str | None = None  # what it does in a run, and in which step: fetch, forward, collective, …
     place_step: int | None = None
     place_since: float = 0.0  # monotonic time
+    moved: float = 0.0  # monotonic time of its last commit, which may be newer than its last heartbeat
     heartbeats: Heartbeats = field(default_factory=lambda: Heartbeats(BEAT_S, longest_delay_s=LINK_DELAY_S))
     memory: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=MEMORY_KEPT))  # (time, MB)
     printed: deque[str] = field(default_factory=lambda: deque(maxlen=LINES_KEPT))  # its last lines
@@ -91,6 +93,19 @@ class Slot:
             if len(self.memory) > 1 and now - self.memory[-2][0] < MEMORY_EVERY_S:
                 self.memory.pop()
             self.memory.append((now, rss_mb))
+
+    def went_on(self, now: float, place: str, step: int) -> None:
+        """It was told to, or has said so otherwise than by a heartbeat. Should it be silent from here on, it must not
+        count as being where no time is too long (held, say)."""
+        self.place, self.place_step, self.place_since = place, step, now
+
+    def stood_s(self, now: float) -> float:
+        """How long it has been where its newest heartbeat says. A commit since then proves that it has moved."""
+        return max(0.0, now - max(self.place_since, self.moved))
+
+    def is_elsewhere(self, answer: Mapping[str, Any] | None) -> bool:
+        """Whether what it has just answered (see `stacks`) is not where its newest heartbeat says."""
+        return answer is not None and (answer.get("place"), answer.get("step")) != (self.place, self.place_step)
 
     @classmethod
     def restored(cls, record: dict[str, Any], directory: Path) -> Slot:

@@ -88,7 +88,7 @@ class ActiveRun:
         self._skipped: dict[int, dict[int, tuple[str, bool]]] = {}  # by step and rank: (where, whether it is a source)
         self._skips_told = 0  # the last step of which that was told
         self._told_cut_off: set[str] = set()  # keys of processes that do not end although they were killed
-        self._useful_s = 0.0
+        self._useful_s: list[float] = []  # of each step from the first on; what is undone counts no more
         self._last_commit: float | None = None
         self._state = planner.new(self.total_steps, **_strategy(self.options))
         self._open_generation, self._open_members, self._open_first = 0, (), 1
@@ -155,7 +155,10 @@ class ActiveRun:
         for event in kept.events:
             self.failures += event["kind"] == "rank_failed"
             self.recent.appendleft(event.get("reason", ""))
-        self._useful_s = useful_seconds(kept.metrics)
+        before = None
+        for line in kept.metrics:
+            self._note_useful(line, before)
+            before = line.get("time") or before
         self.pace.recall(line["step_s"] for line in kept.metrics)
         for line in kept.metrics:
             self._note_line(line)
@@ -438,6 +441,7 @@ class ActiveRun:
             self._open_generation, self._open_members = action.generation, action.members
             self._open_first = action.first_step
             self.step = action.first_step - 1  # after a rollback it is less than before
+            del self._useful_s[self.step :]
             self._skipped.clear()
             self._stragglers.changed(action.members, self._state.newcomers)
             self._skips_told = min(self._skips_told, action.first_step - 1)
@@ -451,6 +455,7 @@ class ActiveRun:
             self._to_evaluate = evaluate or 0
             for rank in action.members:
                 supervisor.ranks[rank].state = "training"
+                supervisor.ranks[rank].went_on(time.monotonic(), "form", action.first_step)
                 supervisor.tell_rank(
                     rank, "go", generation=action.generation, members=list(action.members),
                     first_step=action.first_step, source=action.source, behind=list(action.behind),
@@ -462,6 +467,7 @@ class ActiveRun:
         elif isinstance(action, protocol.SendRelease):
             for rank in action.ranks:
                 supervisor.tell_rank(rank, "release")
+                supervisor.ranks[rank].went_on(time.monotonic(), "fetch", self._state.committed + 1)
         elif isinstance(action, protocol.SendDrop):
             for rank in action.ranks:
                 # Also one that was left out for an exception: its process lives and can train again.
@@ -563,8 +569,12 @@ class ActiveRun:
             if line.metrics["step"] in self._skipped:
                 self._tell_skipped(line.metrics["step"])
             self._recorder.step(line.metrics, line.ledger)
-            self._useful_s += useful_seconds([line.metrics], before=self._last_commit)
+            self._note_useful(line.metrics, self._last_commit)
             self._note_line(line.metrics)
+
+    def _note_useful(self, metrics: Mapping[str, Any], before: float | None) -> None:
+        del self._useful_s[metrics["step"] - 1 :]
+        self._useful_s.append(useful_seconds([metrics], before=before))
 
     def _note_line(self, metrics: Mapping[str, Any]) -> None:
         if not metrics["loss_shares"].startswith("0/"):  # else nobody lived to report it
@@ -624,6 +634,11 @@ class ActiveRun:
         return self._state.vacant
 
     @property
+    def missing(self) -> frozenset[int]:
+        """Slots whose process is lost, or has not entered yet; another one is on its way."""
+        return (self._state.vacant | self._state.has_run) - self._state.alive
+
+    @property
     def job(self) -> dict[str, Any]:
         return self._job
 
@@ -661,7 +676,7 @@ class ActiveRun:
         """
         slot = self._supervisor.ranks.get(rank)
         done = self._sizes_done.get(slot.key) if slot is not None else None
-        if not done or not step:  # ranks that have gone back to the start may be held "after step 0"
+        if not done or step is None or step < 1:  # ranks that have gone back to the start may stand "after step 0"
             return not done
         # The commit is known before the heartbeat that says that the rank has left this step.
         return done.get(self._share_size(rank, step)) in (None, (self._open_generation, step))
@@ -706,7 +721,8 @@ class ActiveRun:
             "samples": sampler.samples_through(self.step, self.dataset_len, global_batch),
             "failures": self.failures, "elapsed_s": elapsed,
             "eta_s": (self.total_steps - self.step) / rate if rate and not self.is_over else None,
-            "num_spares": self._state.spares, "goodput": min(1.0, self._useful_s / elapsed) if elapsed > 0 else None,
+            "num_spares": self._state.spares,
+            "goodput": min(1.0, sum(self._useful_s) / elapsed) if elapsed > 0 else None,
             "ranks": self._final_ranks or self._supervisor.fleet.statuses(),
             "recent": list(self.recent), "error": self.error, "chaos": self.chaos.info(),
         }

@@ -455,8 +455,10 @@ class Supervisor:
             slot.step = record[2]
             run.fetched(record)
         elif kind == "committed":
+            slot.moved = time.monotonic()
             run.committed(record, slot.key)
         elif kind == "evaluated":
+            slot.went_on(time.monotonic(), "fetch", record[2] + 1)
             run.evaluated(record[2], record[3])
         elif kind == "nan":
             run.update_skipped(record)

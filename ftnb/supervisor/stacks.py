@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,16 @@ class Stacks:
         future = self._awaited.get(message["id"], {}).get(slot.key)
         if future is not None and not future.done():
             future.set_result({key: message.get(key) for key in ("place", "step", "stack")})
+
+
+def line_of_cell(answer: Mapping[str, Any] | None) -> str:
+    """ " Line 3 of the cell: x = f(y)." of the innermost frame in the user's cell; nothing if there is none."""
+    lines = list((answer or {}).get("stack") or ())
+    for place in range(len(lines) - 1, -1, -1):
+        if found := re.search(r"<ft_train cell>.*?line (\d+)", lines[place]):
+            source = lines[place + 1].strip() if place + 1 < len(lines) and "File " not in lines[place + 1] else ""
+            return f" Line {found[1]} of the cell" + (f": {source[:100]}" if source else ".")
+    return ""
 
 
 def grouped(answers: Mapping[int, Mapping[str, Any] | None]) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from ftnb.core import protocol, watch
@@ -40,6 +40,7 @@ class Watcher:
         self._run: ActiveRun | None = None
         self._of_run, self._of_idle = watch.new(now), watch.new(now)
         self._looked_around = now
+        self._noted: set[tuple[int, int | None]] = set()  # first steps that take long, told once
 
     def tick(self) -> None:
         supervisor = self._supervisor
@@ -54,6 +55,7 @@ class Watcher:
         run = supervisor.going_run
         if run is not self._run:
             self._run, self._of_run = run, watch.new(now)
+            self._noted.clear()
         members = {slot.key: rank for rank, slot in self._members(run).items()}
         if run is not None:
             self._look_at_run(now, run)
@@ -77,12 +79,27 @@ class Watcher:
         signs = [self._sign(now, rank, slot, run) for rank, slot in self._members(run).items()]
         limits = watch.Limits(run.options.get("hang_timeout_s") or 30.0, run.pace.median_step_s)
         self._of_run, verdicts = watch.look(now, self._of_run, limits, signs)
+        self._note_slow_first_steps(run, limits, signs)
         for verdict in verdicts:
             log.warning("%s", verdict)
             if isinstance(verdict, watch.Stuck):
                 self._supervisor.spawn(self._explain(run, verdict))
             elif verdict.rank in run.living:
                 self._condemn(run, verdict.rank, verdict.failure, verdict.reason, verdict.since_s, {"phi": verdict.phi})
+
+    def _note_slow_first_steps(self, run: ActiveRun, limits: watch.Limits, signs: Iterable[watch.Sign]) -> None:
+        """No verdict, since it may be compiling; but whoever looks at the run should know what it waits for."""
+        for sign in signs:
+            own_work = sign.place is not None and sign.place not in watch.WAITING | watch.EXEMPT
+            mark = (sign.rank, sign.step)
+            if mark in self._noted or not (sign.first and own_work and sign.place_s > limits.hang_timeout_s):
+                continue
+            self._noted.add(mark)
+            run.say(
+                f"Rank {sign.rank} has stood in {sign.place} of step {sign.step} for {sign.place_s:.0f} s. The first "
+                f"step with so many samples is given {watch.FIRST_S:.0f} s (it may be compiling); %ft_stacks shows "
+                "where it is."
+            )
 
     def _condemn(
         self, run: ActiveRun, rank: int, failure: str, reason: str, since_s: float, fields: dict[str, Any]
@@ -104,7 +121,7 @@ class Watcher:
         stand_still = [
             rank for rank in judged
             if rank in run.living and rank in before and _stand(ranks[rank]) == before[rank]
-            and ranks[rank].place_since < asked and _agrees(ranks[rank], answers.get(rank))
+            and ranks[rank].place_since < asked and not ranks[rank].is_elsewhere(answers.get(rank))
         ]  # fmt: skip
         if self._supervisor.going_run is not run or run.generation != generation:
             return
@@ -112,7 +129,8 @@ class Watcher:
         fields = {"stands": stacks.grouped(answers)}
         if verdict.ranks:
             for rank in stand_still:
-                self._condemn(run, rank, verdict.failure, verdict.reason, since_s, dict(fields))
+                reason = verdict.reason + stacks.line_of_cell(answers.get(rank))
+                self._condemn(run, rank, verdict.failure, reason, since_s, dict(fields))
         elif len(stand_still) == len(judged):
             run.handle(protocol.NoProgress(verdict.waiting, verdict.reason, fields))
 
@@ -150,7 +168,7 @@ class Watcher:
         return watch.Sign(
             number, None if self._is_awaited(slot, now) else heartbeats.phi(now), heartbeats.age_s(now) or 0.0, linked,
             0.0 if linked or down_since is None else max(0.0, now - down_since), stopped,
-            place, step, max(0.0, now - slot.place_since), first,
+            place, step, slot.stood_s(now), first,
         )
 
 
@@ -163,11 +181,6 @@ def _place(rank: int, slot: Slot, run: ActiveRun | None) -> str | None:
     if run is None:
         return None
     return "evaluate" if run.evaluates(rank) else slot.place
-
-
-def _agrees(slot: Slot, answer: Mapping[str, Any] | None) -> bool:
-    """Whether the rank itself says that it is still where its newest heartbeat, which is older, has seen it."""
-    return answer is None or (answer["place"], answer["step"]) == (slot.place, slot.place_step)
 
 
 def _stand(slot: Slot) -> tuple[Any, ...]:

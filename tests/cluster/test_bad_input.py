@@ -92,7 +92,6 @@ OPTION_MISTAKES = {
     "negative norm": ({"clip_norm": -1.0}, ["clip_norm takes a number above 0, not -1"]),
     "unknown mode": ({"mode": "dpp"}, ["mode takes ddp, not 'dpp'", "Did you mean ddp"]),
     "mode of a later version": ({"mode": "fsdp"}, ["not available yet", "Use ddp"]),
-    "recovery of a later version": ({"recovery": "restart"}, ["not available yet", "Use replace or shrink"]),
     "bad name": ({"name": "../up"}, ["'../up' cannot be the name of a run", "use letters"]),
     "batch smaller than the ranks": (
         {"global_batch": 3},

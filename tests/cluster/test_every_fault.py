@@ -47,6 +47,8 @@ def test_a_rank_is_lost_and_replaced(
     rank = 2 if when == "now" else 0
     run.inject(fault, rank=rank, at_step=None if when == "now" else run.step + 3)
     wait_joined(session, run, 1)
+    engines = sorted(entry["engine"] for entry in session.status()["ranks"])
+    wait_until(lambda: sorted(session.client.ids) == engines, "ipyparallel knows the new engine, too")
     report = finish(run, gate)
     found = LOSSES[fault]
     check_end(report, [rank], kinds=[found])

@@ -43,7 +43,9 @@ def reference() -> Reference:
     return Reference(CELL, 200)
 
 
-def test_a_dead_engine_leaves_the_views_and_comes_back(session: ftnb.Session, reference: Reference) -> None:
+def test_a_dead_engine_leaves_the_views_and_comes_back(cluster: SharedCluster, reference: Reference) -> None:
+    cluster.stop()  # in a fresh cluster, engines have the numbers of their ranks
+    session = cluster.session()
     run = session.train(CELL, steps=160, global_batch=GLOBAL_BATCH, recovery="shrink", names={})
     assert sorted(session.client.ids) == [0, 1, 2, 3]
     run.inject("kill", rank=2, at_step=150)

@@ -583,7 +583,7 @@ def test_going_back_where_nothing_has_been_trained_since_is_only_the_step_again(
 def test_with_restart_all_go_back_to_the_start_and_wait_for_the_full_world():
     state, actions = play(in_training(restart=True, committed=7), died(1))
     assert state.vacant == {1} and state.awaited == {1}
-    assert event("regroup_started", actions).reason == "Generation 2: the run waits for a new rank 1; then all go back."
+    assert event("regroup_started", actions).reason == "Generation 2: the run waits until rank 1 is there again; then all go back."
     state, actions = play(state, RankFenced(1), *answers(state, 7, in_flight=8))
     assert actions == [], "nobody trains without rank 1"
     state, actions = play(state, SpareReady(1))

@@ -27,6 +27,7 @@ class Played:
 
     def __init__(self, **options):
         self.name, self.total_steps, self.is_over, self.state = "run", 1000, False, "running"
+        self.missing = frozenset()
         self.options = {"recovery": "replace", "hang_timeout_s": 30.0, "on_nan": "stop"} | options
         self.events, self.told, self.said, self.saved = [], [], [], 0
         self.ranks = {rank: Slot(f"engine{rank}", rank=rank, state="training", step=10) for rank in range(4)}

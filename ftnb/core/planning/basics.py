@@ -144,7 +144,8 @@ def restart_words(state: State, lost: Iterable[int]) -> str:
     """How a run goes on that is to go back with all its ranks."""
     missing = frozenset(range(state.wanted)) - state.alive - state.joiners
     if missing:
-        return f"the run waits for a new {words.ranks(missing)}; then all go back."
+        there = f"{words.ranks(missing)} {'is' if len(missing) == 1 else 'are'} there again"
+        return f"the run waits until {there}; then all go back."
     if replaced := state.joiners.intersection(lost):
         return f"a spare takes the place of {words.ranks(replaced)}, and all go back."
     return "all that are left go back."

@@ -170,7 +170,8 @@ def _judge_nan(
         advice = "Try a lower learning rate or --clip-norm, or go on regardless with --on-nan skip or rollback."
         return end(state, actions, "stopped", no_update + advice)
     if state.last_verdict is not None and state.last_verdict[:2] == ("nan", step):
-        advice = "All had gone back once, and the same numbers came again. Try a lower learning rate or --clip-norm."
+        advice = "All had gone back once, and the same numbers came again. Look at the data of this step, try a lower "
+        advice += "learning rate or --clip-norm, or leave such updates out with --on-nan skip."
         return end(state, actions, "stopped", no_update + advice)
     state = replace(state, last_verdict=("nan", step, -1))
     what = f"the gradient of step {step} was not finite"
