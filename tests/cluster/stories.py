@@ -315,6 +315,8 @@ def _check_blame(events: list[dict[str, Any]]) -> None:
         rank = event.get("rank")
         if event["kind"] == "fault_injected":
             done[rank].append(event["fault"])
+            if event["fault"] == "hang" and "duration_s" in event:  # continued just when it was looked at: not stopped
+                done[rank].append("partition")
             flipped = flipped or event["fault"] == "bitflip"
         elif event["kind"] in ("rank_failed", "rank_suspected", "spare_lost"):
             may_be = set().union(*(FOUND[kind] for kind in done[rank]))
