@@ -16,9 +16,9 @@ PHASES = ("detect_s", "fence_s", "regroup_s", "restore_s", "first_step_s", "mttr
 # What an injected fault may be found to be. Whatever ends the process, or silences it, can look like a kill: a fault
 # that is fenced in the middle is ended by SIGKILL.
 _FOUND_AS = {"slow": ("straggler",), "nan": ("nan",), "bitflip": ("bitflip",)}
+_NOT_FOUND_AS = ("straggler", "nan", "bitflip", "connection")
 # A fault that lasts for a time may still be found so long after its end.
 _AFTER_S = 2.0
-_NOT_FOUND_AS = ("straggler", "nan", "bitflip", "connection")
 
 
 @dataclass(frozen=True)
