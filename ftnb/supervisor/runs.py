@@ -88,7 +88,7 @@ class ActiveRun:
         self._skipped: dict[int, dict[int, tuple[str, bool]]] = {}  # by step and rank: (where, whether it is a source)
         self._skips_told = 0  # the last step of which that was told
         self._told_cut_off: set[str] = set()  # keys of processes that do not end although they were killed
-        self._useful_s: list[float] = []  # of each step from the first on; what is undone counts no more
+        self._useful_s: list[float] = []  # up to each step, summed up; what is undone counts no more
         self._last_commit: float | None = None
         self._state = planner.new(self.total_steps, **_strategy(self.options))
         self._open_generation, self._open_members, self._open_first = 0, (), 1
@@ -574,7 +574,8 @@ class ActiveRun:
 
     def _note_useful(self, metrics: Mapping[str, Any], before: float | None) -> None:
         del self._useful_s[metrics["step"] - 1 :]
-        self._useful_s.append(useful_seconds([metrics], before=before))
+        so_far = self._useful_s[-1] if self._useful_s else 0.0
+        self._useful_s.append(so_far + useful_seconds([metrics], before=before))
 
     def _note_line(self, metrics: Mapping[str, Any]) -> None:
         if not metrics["loss_shares"].startswith("0/"):  # else nobody lived to report it
@@ -709,6 +710,7 @@ class ActiveRun:
         """What a client shows while the run goes on (and afterwards)."""
         now = time.time()
         elapsed = (self.ended or now) - self.started
+        useful_s = self._useful_s[-1] if self._useful_s else 0.0
         rate = self.pace.steps_per_s(now)
         global_batch = self.options["global_batch"]
         per_epoch = sampler.steps_per_epoch(self.dataset_len, global_batch)
@@ -722,7 +724,7 @@ class ActiveRun:
             "failures": self.failures, "elapsed_s": elapsed,
             "eta_s": (self.total_steps - self.step) / rate if rate and not self.is_over else None,
             "num_spares": self._state.spares,
-            "goodput": min(1.0, sum(self._useful_s) / elapsed) if elapsed > 0 else None,
+            "goodput": min(1.0, useful_s / elapsed) if elapsed > 0 else None,
             "ranks": self._final_ranks or self._supervisor.fleet.statuses(),
             "recent": list(self.recent), "error": self.error, "chaos": self.chaos.info(),
         }
