@@ -127,6 +127,24 @@ def ghost_of(session: ftnb.Session, rank: int, process: proc.ProcessId, ghosts: 
     return ghosts[-1]
 
 
+def check_undisturbed(
+    session: ftnb.Session, run: ftnb.Run, reference: Reference, gate: Gate, num_events: int, storm: Storm
+) -> None:
+    """The run goes on without a further event; then rank 1 is lost in the middle of the storm, and nothing else is."""
+    wanted = run.step + 5
+    wait_until(lambda: run.step >= wanted, "it goes on")
+    assert len(run.events()) == num_events
+    with storm:
+        kill(session, 1)
+        wait_joined(session, run, 2)
+    assert storm.rounds > 5
+    report = finish(run, gate)
+    check_end(report, [1, 2])
+    check_changes(run, [1, 2])
+    check_books(run, len(reference.losses))
+    assert_same(losses_of(run), reference.losses, SAME_F64)
+
+
 def test_what_the_dead_say_changes_nothing(
     session: ftnb.Session, reference: Reference, gate: Gate, ghosts: list[Ghost]
 ) -> None:
@@ -143,18 +161,7 @@ def test_what_the_dead_say_changes_nothing(
         ghost.beat()
         ghost.all_of(told)
     assert ghost.hear(1, 0.5) is None, "nobody serves it"
-    wanted = run.step + 5
-    wait_until(lambda: run.step >= wanted, "it goes on")
-    assert len(run.events()) == before
-    with Storm(ghost, 1, with_hello=True) as storm:
-        kill(session, 1)
-        wait_joined(session, run, 2)
-    assert storm.rounds > 5
-    report = finish(run, gate)
-    check_end(report, [1, 2])
-    check_changes(run, [1, 2])
-    check_books(run, len(reference.losses))
-    assert_same(losses_of(run), reference.losses, SAME_F64)
+    check_undisturbed(session, run, reference, gate, before, Storm(ghost, 1, with_hello=True))
     assert process_of(session, 2) == replacement
 
 
@@ -170,18 +177,7 @@ def test_what_the_living_have_said_in_an_old_generation_changes_nothing(
     ghost.all_of(1)
     answer = ghost.hear(1, 10)
     assert answer["ok"] is False and answer["id"] == 1, "the store is not that generation's any more"
-    wanted = run.step + 5
-    wait_until(lambda: run.step >= wanted, "it goes on")
-    assert len(run.events()) == before
-    with Storm(ghost, 1, with_hello=False) as storm:
-        kill(session, 1)
-        wait_joined(session, run, 2)
-    assert storm.rounds > 5
-    report = finish(run, gate)
-    check_end(report, [1, 2])
-    check_changes(run, [1, 2])
-    check_books(run, len(reference.losses))
-    assert_same(losses_of(run), reference.losses, SAME_F64)
+    check_undisturbed(session, run, reference, gate, before, Storm(ghost, 1, with_hello=False))
 
 
 def test_a_late_digest_is_not_that_of_the_weights(
