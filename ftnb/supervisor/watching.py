@@ -160,9 +160,10 @@ class Watcher:
         if linked is None and self._supervisor.recorded is not None and now - self._began > FIRST_CONTACT_S:
             # It was there in a predecessor's time. One whose interpreter lock is held connects again, and says nothing.
             linked, down_since = self._supervisor.is_connected(slot), self._began + FIRST_CONTACT_S
-            if place is None and run is not None:  # most likely in code of the user, in the step that is due
-                place, step = "forward", run.step + 1
-                first = run.is_first(number, step)
+            if run is not None:
+                if place is None:  # most likely in code of the user, in the step that is due
+                    place, step = "forward", run.step + 1
+                first = run.is_first(number, step)  # it trains; only has it not said so to this process
         stopped = proc.is_stopped(slot.process.pid) if linked is False and slot.process is not None else None
         heartbeats = slot.heartbeats
         return watch.Sign(
