@@ -14,11 +14,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     slow = [item for item in items if CLUSTER_TESTS in item.path.parents]
     for item in slow:
         item.add_marker(pytest.mark.cluster)
-    for item in items:
-        # What pytest-xdist keeps in one worker, in order: a module's tests may build on each other, and those with
-        # engines share a cluster, whose ranks have enough to do with each other. The other worker runs the rest.
-        starts_engines = item.get_closest_marker("cluster") or item.get_closest_marker("notebook")
-        item.add_marker(pytest.mark.xdist_group("engines" if starts_engines else str(item.path)))
     # What is quick to fail runs first.
     items[:] = [item for item in items if CLUSTER_TESTS not in item.path.parents] + slow
     # Here and not with `-m` in pyproject.toml, which any `-m` on the command line (`-m cluster`) would replace.
