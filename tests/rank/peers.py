@@ -166,14 +166,15 @@ class Peer:
         assert self.orders.add_fault(Fault(0, kind, at_step, **fields))
 
     def start(
-        self, members: list[int], source: int | None = None, behind: Sequence[int] = (), **more: Any
-    ) -> threading.Thread:
-        """Train in a thread of its own, from generation 1 on."""
+        self, members: list[int], source: int | None = None, behind: Sequence[int] = (), generation: int = 1,
+        **more: Any,
+    ) -> threading.Thread:  # fmt: skip
+        """Train in a thread of its own, from this generation on."""
         thread = threading.Thread(target=self.training.run, daemon=True)
         thread.start()
-        self.orders.want(1)
-        self.link.wait_told("ready", 1)
-        self.go(1, members, source, list(behind), 1, **more)
+        self.orders.want(generation)
+        self.link.wait_told("ready", generation)
+        self.go(generation, members, source, list(behind), 1, **more)
         return thread
 
     def end(self, thread: threading.Thread) -> None:

@@ -273,17 +273,19 @@ def test_the_odd_one_of_three_can_be_told(tmp_path):
 def one_without(rank: int, directory: Path) -> Any:
     """Ranks 0 and 1 have anchor 4, rank 2 has an older one, and is behind; rank 0 gives its state."""
     peer = peers.Peer(rank, directory, BATCHNORM + ADAMW + SCHEDULER, {"check_replicas": 2, "total_steps": 9})
-    thread = peer.start([0, 1], hold_after=5) if rank < 2 else peer.start([2], hold_after=2)
-    peer.link.wait_told("held", 1)
+    # Not both in generation 1: the members of a generation find each other by it.
+    first, members, last = (1, [0, 1], 5) if rank < 2 else (2, [2], 2)
+    thread = peer.start(members, generation=first, hold_after=last)
+    peer.link.wait_told("held", first)
     assert peer.training._anchor.step == (4 if rank < 2 else 2)
     (directory / f"held-{rank}").touch()
     peers.wait_until(lambda: all((directory / f"held-{r}").exists() for r in range(3)), "all are held")
-    answer = peer.regroup(2)
-    peer.go(2, [0, 1, 2], 0, [2], 5, restore=4, hold_after=4)
-    peer.link.wait_told("held", 2)
+    answer = peer.regroup(3)
+    peer.go(3, [0, 1, 2], 0, [2], 5, restore=4, hold_after=4)
+    peer.link.wait_told("held", 3)
     kept, anchor = peers.contents(peer.job), peer.training._anchor.step
     peer.orders.release()
-    digest = peer.link.wait_told("finished", 2)["digest"]
+    digest = peer.link.wait_told("finished", 3)["digest"]
     peer.end(thread)
     return answer["committed"], kept, anchor, digest
 
