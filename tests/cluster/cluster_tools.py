@@ -239,11 +239,6 @@ def losses_of(run: ftnb.Run) -> list[float]:
     return [line["loss"] for line in run.metrics()]
 
 
-def kinds_of(run: ftnb.Run) -> list[str]:
-    """What happened, in order; without stragglers, since other work may make any rank slow for a while."""
-    return [event["kind"] for event in run.events() if not event["kind"].startswith("straggler_")]
-
-
 def digest_of_model(model: Any) -> str:
     """sha256 over all parameters, then all buffers, in the model's order."""
     digest = hashlib.sha256()

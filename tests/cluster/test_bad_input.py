@@ -16,7 +16,6 @@ from cluster_tools import (
     assert_same,
     check_books,
     check_report,
-    kinds_of,
     losses_of,
     pids_of,
     says,
@@ -228,7 +227,7 @@ def test_a_running_training_is_not_disturbed(session: ftnb.Session, reference: R
     check_report(run.wait(timeout_s=60), [])
     assert pids_of(session) == pids and runs_on_disk() == runs
     check_books(run, 400)
-    assert kinds_of(run) == ["run_started", "paused", "unpaused", "run_finished"]
+    assert [event["kind"] for event in run.events()] == ["run_started", "paused", "unpaused", "run_finished"]
     assert_same(losses_of(run), reference.losses, SAME_F64)
 
 

@@ -17,7 +17,6 @@ from cluster_tools import (
     check_books,
     check_recoveries,
     check_report,
-    kinds_of,
     losses_of,
     wait_until,
 )
@@ -30,6 +29,10 @@ STEPS = 160
 @pytest.fixture(scope="module")
 def reference() -> Reference:
     return Reference(CELL, 600)
+
+
+def kinds_of(run: ftnb.Run) -> list[str]:
+    return [event["kind"] for event in run.events()]
 
 
 def test_pause_and_unpause(session: ftnb.Session, reference: Reference) -> None:

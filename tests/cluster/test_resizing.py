@@ -18,7 +18,6 @@ from cluster_tools import (
     cell_with_trouble,
     check_books,
     check_report,
-    kinds_of,
     losses_of,
     pids_of,
     processes_of,
@@ -262,7 +261,7 @@ def test_what_is_refused_changes_nothing(session: ftnb.Session, reference: Refer
     assert said == ["The cluster 'shared' has 4 ranks already."]
     assert pids_of(session) == pids
     check_all(run, gate, reference, [], NUM_RANKS)
-    assert kinds_of(run) == ["run_started", "run_finished"]
+    assert [event["kind"] for event in run.events()] == ["run_started", "run_finished"]
     with pytest.raises(RunError) as over:
         run.resize(2, show=lambda text: None)
     says(over.value, "is over", "finished", "session.resize")

@@ -23,7 +23,6 @@ from cluster_tools import (
     check_books,
     check_report,
     command_line,
-    kinds_of,
     losses_of,
     pids_of,
     processes_of,
@@ -99,6 +98,11 @@ def check_all(run: ftnb.Run, gate: Gate, reference: Reference, lost: list[int], 
     check_books(run, steps)
     check_changes(run, lost)
     assert_same(losses_of(run), reference.losses[:steps], SAME_F64)
+
+
+def kinds_of(run: ftnb.Run) -> list[str]:
+    """What happened, in order; without stragglers: a successor that starts takes a core, and makes some rank slow."""
+    return [event["kind"] for event in run.events() if not event["kind"].startswith("straggler_")]
 
 
 def test_killed_while_training(session: ftnb.Session, reference: Reference, gate: Gate) -> None:
