@@ -62,9 +62,15 @@ class RunError(FtnbError):
     """The run is in a state in which this cannot be done."""
 
 
+class CheckpointError(FtnbError):
+    """A checkpoint is damaged, incomplete or malicious, or does not fit the model; nothing of it has been used."""
+
+
 _CLASSES = {
     cls.__name__: cls
-    for cls in (FtnbError, UsageError, NoClusterError, ClusterError, CellError, CheckError, RunError)
+    for cls in (
+        FtnbError, UsageError, NoClusterError, ClusterError, CellError, CheckError, RunError, CheckpointError,
+    )
 }
 
 

@@ -10,6 +10,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint on disk that has been verified just now.
+
+    `step`: whose state it holds. None where it has weights only (a foreign file): then steps go on counting.
+    """
+
+    path: str
+    step: int | None
+
+
 # --- events: what has happened -----------------------------------------------------------------------------
 
 
@@ -167,6 +178,37 @@ class HoldWanted:
 
     why: str  # "pause" or "stop"
     max_step: int
+    save: bool = False  # a stop: once all stand at the boundary, a checkpoint is written first
+
+
+@dataclass(frozen=True)
+class SaveEnded:
+    """The checkpoint that `SaveNow` asked for is complete, or there will be none. `reason`: why not."""
+
+    ok: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class CheckpointsKnown:
+    """The newest complete checkpoint of this history is that of step `newest`; None: there is none."""
+
+    newest: int | None
+
+
+@dataclass(frozen=True)
+class CheckpointFound:
+    """The newest checkpoint that could be verified, asked for by `State.looks_for_checkpoint`; None: there is none."""
+
+    checkpoint: Checkpoint | None
+
+
+@dataclass(frozen=True)
+class Restore:
+    """Somebody wants all to go on from this checkpoint. `why` follows "because "."""
+
+    checkpoint: Checkpoint
+    why: str
 
 
 @dataclass(frozen=True)
@@ -233,6 +275,14 @@ class SendGo:
     behind: tuple[int, ...]
     hold_after: int | None
     restore: int | None = None  # everybody but those in `behind` first goes back to its copy of the state after this
+    checkpoint: Checkpoint | None = None  # or reads it from here: all but one are then in `behind`
+
+
+@dataclass(frozen=True)
+class SaveNow:
+    """All members stand after `step`, and will not go on before `SaveEnded` is told: let the first of them save."""
+
+    step: int
 
 
 @dataclass(frozen=True)
@@ -299,6 +349,7 @@ Action = (
     | Release
     | SendRegroup
     | SendGo
+    | SaveNow
     | SendHold
     | SendRelease
     | SendDrop
